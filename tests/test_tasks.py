@@ -57,7 +57,7 @@ ALLOWED = {
     ("client/drivers.py", "_end", "run_coroutine_threadsafe"): (
         "close() raises what it raised; of a client that is dropped there is nobody to tell"
     ),
-    ("server/gateway_process.py", "_gateway.close", "to_thread"): "awaited by the stop",
+    ("server/gateway_process.py", "Front.close", "to_thread"): "awaited by the stop",
     ("tools/demo.py", "Demo._traffic", "create_task"): "_watch waits for and raises for them",
     ("tools/simulation.py", "Simulation._submit", "submit"): (
         "no executor: the queue of an engine in virtual time"

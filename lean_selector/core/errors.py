@@ -12,7 +12,9 @@
 Each class has its HTTP status. A method that raises an error has changed nothing. Messages are part
 of the API (spec: selection.md and slot_tracker.md)."""
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+NO_ENDPOINTS: Final = "no endpoints available to route work"
 
 
 class SelectorError(Exception):

@@ -19,12 +19,7 @@ from lean_selector.core.load.shapes import (
 )
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS, RANK_LIMIT, U64_MAX
-from lean_selector.core.replication.ledger import (
-    RESERVATION_EXPIRY_S,
-    Ledger,
-    Ledgers,
-    LifecycleEvents,
-)
+from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S, Ledger, Ledgers
 
 
 class Tracker:
@@ -48,12 +43,8 @@ class Tracker:
 class Trackers:
     """All trackers of one process. A method that raises has changed nothing."""
 
-    def __init__(
-        self,
-        events: LifecycleEvents | None = None,
-        reservation_expiry_s: float = RESERVATION_EXPIRY_S,
-    ) -> None:
-        self.ledgers = Ledgers(reservation_expiry_s, events)
+    def __init__(self, reservation_expiry_s: float = RESERVATION_EXPIRY_S) -> None:
+        self.ledgers = Ledgers(reservation_expiry_s)  # `events`: set before workers register
         self._trackers: dict[tuple[str, str], Tracker] = {}
         self.revision = 0  # incremented whenever `workers` changes
 

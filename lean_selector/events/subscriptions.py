@@ -91,7 +91,7 @@ class KvSubscriptions:
 
     def _start(self, rank: RankKey) -> None:
         listener = self._listeners[rank]
-        watermark = self._partitions[rank].watermarks.pop(rank, None)
+        watermark = self._partitions[rank].take_watermark(rank)
         if watermark is not None:
             listener.cursor.resume_at(watermark)
         listener.start()

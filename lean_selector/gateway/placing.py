@@ -22,7 +22,8 @@ from lean_selector.core.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
 from lean_selector.gateway.gateway_metrics import Counts
@@ -36,7 +37,7 @@ from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
 from lean_selector.service.exposition import RouteMeter
-from lean_selector.tasks import Steps, stepped, within
+from lean_selector.tasks import Steps, stepped
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -113,7 +114,7 @@ class Chooser:
         """Returns how many seconds a client should wait before a retry: the longest time
         that the first request of a queue of this model has waited, but at least `waited_s`."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
-        lines = () if partition is None else partition.parked.lines()
+        lines = () if partition is None else partition.queue.lines()
         now = monotonic()
         return max(waited_s, *(now - each.items[0].arrived_at for each in lines if each.items), 0.0)
 
@@ -139,16 +140,13 @@ class Chooser:
         request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided, warming)
         if sessions is not None and (sessions.is_soft or not avoided):
             request.session_id = routed.session_id
-        if selector.parks:
-            placement = yield from self._parked(partition, request)
-        else:
-            placement = selector.select_now(partition, request, monotonic())
+        placement = yield from self._placed(partition, request)
         try:
             endpoint = self._rotation.endpoint(placement.endpoint)
         except ValueError:
-            selector.free(reservation_id, monotonic())
+            selector.reservations.free(reservation_id, monotonic())
             raise NotChosen("no_url") from None
-        selector.expect_output(reservation_id, routed.output_tokens, monotonic())
+        selector.reservations.expect_output(reservation_id, routed.output_tokens, monotonic())
         rank = partition.slots.ranks.get((placement.worker_id, placement.dp_rank))
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
@@ -182,34 +180,18 @@ class Chooser:
                 full.add(key[0])
         return frozenset(full)
 
-    def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
+    def _placed(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
         """Chooses a rank. If all ranks are busy, the request waits in the queue."""
-        answer: asyncio.Future[Placement | Exception] | None = None
-
-        def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
-            assert answer is not None
-            if not answer.done():
-                answer.set_result(outcome)
-            elif isinstance(outcome, Placement):  # cancelled just after it was placed
-                self._selector.free(request.reservation_id, monotonic())
-
-        selector = self._selector
-        outcome = selector.select(partition, request, monotonic(), on_answer)
-        if not isinstance(outcome, Parked):
-            return outcome
-        answer = asyncio.get_running_loop().create_future()
-        limit_s = selector.settings.queue_max_wait_s
+        found = self._selector.select(partition, request, monotonic())
+        if not isinstance(found, Waiting):
+            return found
+        answer: asyncio.Future[Placement | Exception] = asyncio.get_running_loop().create_future()
+        # The future may be cancelled, and its waiter told of that later.
+        found.on_answer = lambda told: None if answer.done() else answer.set_result(told)
         try:
-            given: Placement | Exception = yield within(limit_s, answer)
-        except (TimeoutError, asyncio.CancelledError, GeneratorExit) as error:
-            # Leave the queue, and free a reservation made in the same moment.
-            now = monotonic()
-            if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
-                selector.free(request.reservation_id, now)
-            else:
-                selector.hung_up(partition, outcome, now)
-            if limit_s is not None and isinstance(error, TimeoutError):
-                raise WaitedTooLong(limit_s) from None
+            given: Placement | Exception = yield answer
+        except (asyncio.CancelledError, GeneratorExit):
+            found.cancel(monotonic())
             raise
         if isinstance(given, Exception):
             raise given
@@ -254,16 +236,18 @@ class Reservation(WorkerLease):
 
     def _begun(self, ttft_s: float | None) -> None:
         with contextlib.suppress(NotFound):  # removed with its worker
-            self._selector.prefill_complete(self._id, monotonic(), ttft_s)
+            self._selector.reservations.prefill_complete(self._id, monotonic(), ttft_s)
 
     def _touched(self) -> None:
         with contextlib.suppress(NotFound):
-            self._selector.output_block(self._id, None, monotonic())
+            self._selector.reservations.output_block(self._id, None, monotonic())
 
     def _freed(self, outcome: str | None, cached_tokens: int | None) -> None:
         now = monotonic()
         try:
-            self._selector.end(self._id, outcome, cached_tokens, now, self._known_tokens)
+            self._selector.reservations.end(
+                self._id, outcome, cached_tokens, now, self._known_tokens
+            )
         except NotFound:
             if outcome is not None and self.worker_id in self._selector.catalog.workers:
                 self._selector.health.report(self.worker_id, None, outcome, now)

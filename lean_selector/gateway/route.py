@@ -29,7 +29,7 @@ from lean_selector.http.allowed_endpoints import Url, url_at
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
 from lean_selector.service.access import WRITE, Refusal
-from lean_selector.service.replies import Answer, LaterReply, is_json
+from lean_selector.service.replies import Answer, LaterReply, Queued, is_json
 from lean_selector.service.routes import Route
 from lean_selector.tasks import watched
 from lean_selector.wire.scalars import json_form
@@ -102,7 +102,7 @@ class RouteHandler:
         expect_output: Callable[[str, int], object],
         has_ended: Callable[[str], bool],
     ) -> None:
-        """`select_and_reserve` returns a Selection, or a LaterReply if the request is queued.
+        """`select_and_reserve` returns a Selection, or a Queued if the request must wait.
         `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
         whether a request's end was reported before the reservation was made."""
         self._prompts = prompts
@@ -140,42 +140,29 @@ class RouteHandler:
     async def _route(
         self, path: str, body: bytes, reservation_id: str, pending: LaterReply, has_body: bool
     ) -> None:
-        def told(selection: Selection) -> Response:
-            return self._told(selection, reservation_id, routed, has_body)
+        def tell(found: object) -> None:
+            if isinstance(found, Selection):
+                response = self._told(found, reservation_id, routed, has_body)
+            elif isinstance(found, SelectorError):
+                pending.fault = found
+                response = error_of(found)
+            else:
+                assert isinstance(found, Exception)
+                _log.error("a request could not be routed", exc_info=found, extra={"path": path})
+                response = refusal(500, "internal error")
+            pending.resolve(response)
 
         try:
             routed = await self._prompts.of(path, body, forwards=False)
             self._check_live(reservation_id)
-            selected = self._select(_selection_of(routed, reservation_id))
-            if isinstance(selected, LaterReply):
-                self._wait(selected, told, pending)
-                return
-            assert isinstance(selected, Selection)
-            response = told(selected)
-        except SelectorError as error:
-            pending.fault = error
-            response = error_of(error)
-        except Exception:
-            _log.exception("a request could not be routed", extra={"path": path})
-            response = refusal(500, "internal error")
-        pending.resolve(response)
-
-    def _wait(
-        self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
-    ) -> None:
-        """Resolves `pending` when `parked` is resolved. `told(selection)` returns the response."""
-
-        def take(status: int, body: object) -> None:
-            if isinstance(body, Selection):
-                pending.resolve(told(body))
-            elif isinstance(body, SelectorError):
-                pending.fault = body
-                pending.resolve(error_of(body))
-            else:
-                pending.resolve(refusal(status, "internal error"))
-
-        parked.take = take
-        pending.on_disconnect = parked.hang_up
+            found = self._select(_selection_of(routed, reservation_id))
+        except Exception as error:
+            found = error
+        if isinstance(found, Queued):
+            pending.on_disconnect = found.cancel
+            found.on_answer(tell)
+        else:
+            tell(found)
 
     def _told(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool

@@ -5,6 +5,7 @@ the response as a dict. So results are the same as over HTTP (spec selection_16.
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -39,7 +40,7 @@ from lean_selector.server.host import TICK_S, StartError
 from lean_selector.server.replication import Replication
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.server.selector_process import SelectorParts
-from lean_selector.service.replies import LaterReply, Reply
+from lean_selector.service.replies import INTERNAL_ERROR, Queued, Reply
 from lean_selector.service.selection import SelectionService as Handlers
 from lean_selector.tasks import watched
 from lean_selector.wire.prompt_forms import binary_form
@@ -57,6 +58,8 @@ from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
 # -- a selector on a loop, without HTTP ------------------------------------------------------------
 
 T = TypeVar("T")
+
+log = logging.getLogger("lean_selector.inprocess")
 
 # Time limit for a call from another thread, which normally takes microseconds. A loop that has not
 # answered by then is stopped, or waits for the caller.
@@ -179,7 +182,7 @@ class Running:
         elif self._stopping is None:
             self._next_tick.cancel()
             self.parts.refuse_new()
-            self.parts.begin_no_links()
+            self.parts.core.links.is_ending = True  # the loop is about to end
             self._stopping = watched("selection service stop", self._close())
             # Called even if the loop ends before the task's first step.
             self._stopping.add_done_callback(lambda _: self._destroy())
@@ -360,7 +363,7 @@ class SelectionService:
     ) -> Fields:
         """Calls the handler of a route, waits for the response, and returns the parsed JSON."""
         running = self._start()
-        answer: Fields = await running.in_time(lambda: _awaited(handler, arguments, undo), undo)
+        answer: Fields = await running.in_time(lambda: _awaited(handler, arguments), undo)
         return answer
 
     def _asked_at_once(
@@ -522,9 +525,9 @@ class SelectionService:
         a usable dump. `peers` are HTTP URLs."""
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
-        catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
-        client = running.parts.peer_client()
-        recovery = Recovery(catalog, subscriptions, texts_of("peers", peers), timeout_s, client)
+        core, urls = running.parts.core, texts_of("peers", peers)
+        catalog, client = core.selector.catalog, core.peer_client()
+        recovery = Recovery(catalog, core.subscriptions, urls, timeout_s, client)
         return await running.in_time(recovery.run)
 
     # -- the end -------------------------------------------------------------------------------
@@ -591,26 +594,21 @@ def _decoded(result: object) -> Any:
     return msgspec.json.decode(json_form(result))
 
 
-async def _awaited(
-    handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
-) -> Any:
-    """Awaits a handler's response. If a cancellation comes after success, calls undo(response)."""
+async def _awaited(handler: Handler, arguments: Sequence[object]) -> Any:
+    """Awaits a handler's response. If the caller is cancelled, nothing stays reserved."""
     result = _called(handler, *arguments)
-    if not isinstance(result, LaterReply):
+    if not isinstance(result, Queued):
         return _decoded(result)
-    answered: asyncio.Future[tuple[int, object]] = asyncio.get_running_loop().create_future()
-    result.take = lambda status, said: answered.set_result((status, said))
+    answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    result.on_answer(lambda body: None if answered.done() else answered.set_result(body))
     try:
-        # Shielded: a request that leaves the queue meanwhile is reserved, then undone.
-        status, said = await asyncio.shield(answered)
+        body = await answered
     except asyncio.CancelledError:
-        result.hang_up()
-        if undo is not None and answered.done() and answered.result()[0] == 200:
-            undo(_decoded(answered.result()[1]))
+        result.cancel()
         raise
-    if isinstance(said, SelectorError):
-        raise refusal(said)
-    decoded = _decoded(said)
-    if status != 200:
-        raise refusal_of(status, decoded["error"])
-    return decoded
+    if isinstance(body, SelectorError):
+        raise refusal(body)
+    if isinstance(body, Exception):
+        log.error("a request that waited could not be answered", exc_info=body)
+        raise refusal_of(500, INTERNAL_ERROR.error)
+    return _decoded(body)

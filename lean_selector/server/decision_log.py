@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import msgspec
@@ -22,6 +23,7 @@ from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
+from lean_selector.parts import Part
 from lean_selector.server.host import StartError
 from lean_selector.service.exposition import Families, table
 from lean_selector.service.logs import LineWriter
@@ -32,6 +34,9 @@ from lean_selector.wire.decision_lines import (
     LoggedCandidate,
     LogHeader,
 )
+
+if TYPE_CHECKING:
+    from lean_selector.server.selector_parts import SelectorCore
 
 MOST_CANDIDATES = 4
 # After costing candidates for t seconds, do not do so for 100 t: 1 % of the CPU.
@@ -124,7 +129,7 @@ class RotatingFile(LineWriter):
         self._size += len(data)
 
 
-class DecisionLog:
+class DecisionLog(Part):
     """Writes the decision log. Callers report each choice, and each change of a reservation. The
     constructor's `then` also gets the changes. Requests without block hashes are not logged."""
 
@@ -293,6 +298,9 @@ class DecisionLog:
         if lines and self._file.write_lines(_encoder.encode_lines(lines), len(lines)):
             self.requests += len(lines)
 
+    def tick(self, now: float) -> None:
+        self.hand_over()
+
     def families(self) -> Families:
         file = self._file
         return table({
@@ -308,6 +316,16 @@ class DecisionLog:
         self._file.flush(_FLUSH_S)
         dropped = self._file.dropped + self._file.failed
         _log.info("decision log closed", extra={"requests": self.requests, "dropped": dropped})
+
+
+def selector_log(core: "SelectorCore", path: str) -> DecisionLog:
+    """Creates the decision log of a selector, which has no workers yet. Raises StartError."""
+    config, ledgers = core.config, core.selector.ledgers
+    flags = config.decisions
+    log = DecisionLog(path, flags.most_mb << 20, flags.share, config.settings, ledgers.events)
+    log.keeps_matches = bool(config.access_logs.places)
+    ledgers.events = core.selector.reservations.decisions = log
+    return log
 
 
 def _candidates(

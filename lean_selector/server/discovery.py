@@ -5,48 +5,37 @@ import os
 import time
 from collections.abc import Callable
 
-from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.events.links import Links
-from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.outbound import OutboundClient, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
-from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.replication import Replication
-from lean_selector.server.selector_flags import SelectorConfig
+from lean_selector.server.selector_parts import SelectorCore
 from lean_selector.server.service_flags import FinderFlags, ServiceConfig, TrackerConfig
-from lean_selector.service.exposition import Families, by, labels, table, table_of
 from lean_selector.service.header_warnings import registration_warnings
 from lean_selector.workers.discoveries import Discoveries
 from lean_selector.workers.engine_questions import ask_engine
-from lean_selector.workers.finders import AskService, Sighting
+from lean_selector.workers.finders import AskService
 from lean_selector.workers.particulars import Target, defaults_of, peer_target_of, target_of
 from lean_selector.workers.peer_roster import PeerRoster
 from lean_selector.workers.roster import Asking, Roster
 
 
-def selector_discoveries(
-    config: SelectorConfig,
-    selector: Selector,
-    subscriptions: KvSubscriptions,
-    replication: Replication | None,
-    links: Links,
-) -> Discoveries:
+def selector_discovery(core: SelectorCore, replication: Replication | None) -> Discoveries:
     """Creates the objects that discover workers and other replicas. Raises StartError."""
+    config, links, selector = core.config, core.links, core.selector
     finding, workers, others = _discoveries_of(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
     if workers:
-        engines = OutboundClient(
-            links.resolver.resolve, credentials_of(config.engines), links.allowed
-        )
+        engines = core.engine_client()
 
         def register(spec: WorkerSpec) -> list[str]:
             worker = selector.upsert_worker(spec, time.monotonic())
             places, listens = selector.catalog.places, config.router.use_kv_events
-            return registration_warnings(worker, places, subscriptions, listens=listens)
+            return registration_warnings(worker, places, core.subscriptions, listens=listens)
 
         roster = Roster(
             selector.catalog,
@@ -71,39 +60,13 @@ def selector_discoveries(
     return finding
 
 
-def tracker_discoveries(
-    config: TrackerConfig, replication: Replication, links: Links
-) -> Discoveries:
+def tracker_discovery(config: TrackerConfig, replication: Replication, links: Links) -> Discoveries:
     """Creates the objects that discover other replicas. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
     _find_peers(finding, targets, config, replication, links.allowed)
     return finding
-
-
-def discovery_families(finding: Discoveries) -> Families:
-    """Returns the metrics of discovery. The number of time series depends only on the flags."""
-
-    def sightings() -> list[tuple[str, Sighting]]:
-        return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
-
-    return [
-        table_of(sightings, {
-            "discovery_failing": (lambda one: int(one.error is not None),
-                "1 while a discovery fails: its last result stays in use."),
-            "discovery_found": (lambda one: one.count or 0,
-                "Endpoints in the last result of a discovery."),
-            "discovery_failures_total": (lambda one: one.failures,
-                "Times that a discovery failed."),
-        }),
-        *table({
-            "discovered_workers": (lambda: by("state", finding.worker_states()),
-                "Workers by discovery, by state."),
-            "discovery_changes_total": (lambda: by("change", finding.changes()),
-                "Registrations (new or changed) and removals by discovery."),
-        }),
-    ]  # fmt: skip
 
 
 def _discoveries_of(

@@ -17,18 +17,16 @@ from lean_selector.gateway.upstreams import Directory, Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.http.protocol import App
 from lean_selector.http.streaming import StreamingProtocol
+from lean_selector.parts import Part
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import HttpServer, StartError, new_zmq_context, run, tokens_of
 from lean_selector.server.peer_access import credentials_of
-from lean_selector.server.selector_process import (
-    SelectorParts,
-    gateway_routes_of,
-    protocol_of,
-    selector_app,
-)
+from lean_selector.server.selector_process import SelectorParts, protocol_of, selector_app
 from lean_selector.service import logs
+from lean_selector.service.exposition import Families
 from lean_selector.service.metrics import prompt_families
 
 
@@ -49,61 +47,104 @@ def _spans(endpoint: str | None) -> Any:
     return module.OtlpSpans(endpoint)
 
 
+class Front(Part):
+    """What brings the requests of clients to workers."""
+
+    def __init__(self, config: GatewayConfig, parts: SelectorParts) -> None:
+        """Raises StartError."""
+        core, flags = parts.core, config.gateway
+        catalog = core.selector.catalog
+        credentials = credentials_of(config.engines)
+        client = OutboundClient(core.resolve, credentials, core.allowed)
+        self._fleet = CatalogFleet(catalog)
+        self._prompts = prompts_of(config.prompt_settings, self._fleet, client)
+        self.rotation = Rotation(config.settings.ejection, time.monotonic())
+        self._directory = Directory(flags.workers, self.rotation, catalog)
+        slow_start_s, status = config.health.slow_start_s, config.overload_status
+        self.chooser = Chooser(core.selector, self.rotation, status, slow_start_s)
+        self.counts = Counts()
+        self._spans = _spans(flags.otlp_endpoint)
+        self._placing = Placing(
+            self._prompts,
+            self.chooser,
+            self.rotation,
+            self._directory,
+            self.counts,
+            core.resolve,
+            credentials.trust.context,
+            core.allowed,
+            config.overload_status,
+        )
+        self._models = ModelList(self.rotation, client)
+        self._token = None if credentials.token is None else credentials.token.token
+        self._config = config
+        self._handler: GatewayHandler | None = None
+
+    def handler(self, own: App) -> GatewayHandler:
+        """Creates what answers clients. `own` answers those requests that no worker gets."""
+        config, flags = self._config, self._config.gateway
+        self._handler = GatewayHandler(
+            self._placing,
+            self.rotation,
+            self._models,
+            self.counts,
+            silence_s=flags.silence_s,
+            touch_after_s=config.touch_after_s,
+            request_timeout_s=flags.request_timeout_s,
+            token=self._token,
+            access_log=config.listen.access_log,
+            most_body_bytes=config.most_body_bytes,
+            pass_through=flags.pass_through,
+            own=own,
+            spans=self._spans,
+        )
+        return self._handler
+
+    def families(self) -> Families:
+        return [
+            *gateway_families(self.counts, self.rotation),
+            *prompt_families(self._prompts.unknown),
+        ]
+
+    def tick(self, now: float) -> None:
+        self._directory.look()
+        self._directory.pass_over(self._fleet.ejected())
+        if self._handler is not None:
+            self._handler.sweep(now)
+
+    async def close(self) -> None:
+        if self._handler is not None:
+            await self._handler.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
+        await self._prompts.close()
+
+
+class Api(Part):
+    """The listener of the selector's API."""
+
+    def __init__(self, server: HttpServer) -> None:
+        self._server = server
+
+    def tick(self, now: float) -> None:
+        self._server.sweep(now)
+
+    def close(self) -> None:
+        self._server.abort()
+
+
 async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
-    loop, now = asyncio.get_running_loop(), time.monotonic()
+    call_soon, most = asyncio.get_running_loop().call_soon, config.listen.max_connections
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = SelectorParts(config.selector, context)
-    gateways = gateway_routes_of(config.selector, parts)
-    catalog = parts.selector.catalog
-    rotation = Rotation(config.settings.ejection, now)
-    directory = Directory(config.gateway.workers, rotation, catalog)
-    slow_start_s = config.health.slow_start_s
-    chooser = Chooser(parts.selector, rotation, config.overload_status, slow_start_s)
-    credentials = credentials_of(config.engines)
-    counts = Counts()
-    client = OutboundClient(parts.resolve, credentials, parts.allowed)
-    fleet = CatalogFleet(catalog)
-    prompts = prompts_of(config.prompt_settings, fleet, client)
-    placing = Placing(
-        prompts,
-        chooser,
-        rotation,
-        directory,
-        counts,
-        parts.resolve,
-        credentials.trust.context,
-        parts.allowed,
-        config.overload_status,
-    )
-    limits = Limits(
-        max_body_bytes=config.most_body_bytes,
-        max_discard_bytes=max(Limits().max_discard_bytes, config.most_body_bytes),
-    )
-    most = config.listen.max_connections
-    front = Connections(loop.call_soon, limits, max_connections=most, refusal=http_refusal)
-    behind = Connections(loop.call_soon, Limits(), max_connections=most)
-    families = [*gateway_families(counts, rotation), *prompt_families(prompts.unknown)]
+    parts.add_gateway_routes()
+    behind = Connections(call_soon, Limits(), max_connections=most)
+    front = Front(config, parts)
     own = selector_app(
-        *(config.selector, parts, behind, log_state, gateways, families, tokens),
-        meters=[chooser.meter],
+        parts, behind, log_state, front.families(), tokens, meters=[front.chooser.meter]
     )
-    spans = _spans(config.gateway.otlp_endpoint)
-    handler = GatewayHandler(
-        placing,
-        rotation,
-        ModelList(rotation, client),
-        counts,
-        silence_s=config.gateway.silence_s,
-        touch_after_s=config.touch_after_s,
-        request_timeout_s=config.gateway.request_timeout_s,
-        token=None if credentials.token is None else credentials.token.token,
-        access_log=config.listen.access_log,
-        most_body_bytes=config.most_body_bytes,
-        pass_through=config.gateway.pass_through,
-        own=own,
-        spans=spans,
-    )
+    handler = front.handler(own)
     api = HttpServer(
         own,
         behind,
@@ -112,31 +153,19 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         protocol_of(config.selector),
         port_flag="--selector-port",
     )
-    app = handler if tokens is None else guarded(handler, tokens, counts, front)
-    server = HttpServer(app, front, config.listen, "gateway", StreamingProtocol)
+    parts.add(Api(api))
+    parts.add(front)
+    limits = Limits(
+        max_body_bytes=config.most_body_bytes,
+        max_discard_bytes=max(Limits().max_discard_bytes, config.most_body_bytes),
+    )
+    faced = Connections(call_soon, limits, max_connections=most, refusal=http_refusal)
+    app = handler if tokens is None else guarded(handler, tokens, front.counts, faced)
+    server = HttpServer(app, faced, config.listen, "gateway", StreamingProtocol)
     if tokens is not None:
         server.watch(tokens.look)
     await api.start()
     await server.start()
     server.on_reload += api.on_reload
-    parts.start()
-
-    def tick(now: float) -> None:
-        api.sweep(now)
-        parts.tick(now)
-        directory.look()
-        directory.pass_over(fleet.ejected())
-        handler.sweep(now)
-
-    async def close() -> None:
-        await handler.close()
-        if spans is not None:
-            await asyncio.to_thread(spans.close)
-        await prompts.close()
-        api.abort()
-        if gateways is not None:
-            await gateways.close()
-        await parts.close()
-
-    await server.serve(tick, parts.refuse_new, close, log_state.doubts)
+    await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)

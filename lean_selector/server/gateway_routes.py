@@ -23,6 +23,7 @@ from lean_selector.gateway.prompts import Prompts
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.parts import Part
 from lean_selector.server.host import StartError, os_reason
 from lean_selector.server.selector_flags import AccessLogsFlags
 from lean_selector.service.exposition import Families
@@ -67,7 +68,7 @@ class AccessLogReaders:
     ) -> None:
         """Opens the sockets. Raises StartError."""
         served = None if decisions is None else decisions.served
-        self.ends = LogEnds(selector.free, selector.health.report, clock, served)
+        self.ends = LogEnds(selector.reservations.free, selector.health.report, clock, served)
         self._paths: list[UnixPath] = []
         self._readers: list[LineReader] = []
         senders = Senders(config.allowed)
@@ -112,7 +113,7 @@ class AccessLogReaders:
 # -- both ----------------------------------------------------------------------------------------
 
 
-class GatewayRoutes:
+class GatewayRoutes(Part):
     """Serves POST /route, receives gateways' access logs, or does both, until `close`."""
 
     def __init__(
@@ -137,8 +138,8 @@ class GatewayRoutes:
             self._route = RouteHandler(
                 self._prompts,
                 service.select_and_reserve,
-                lambda reservation_id: selector.free(reservation_id, time.monotonic()),
-                lambda reservation_id, tokens: selector.expect_output(
+                lambda reservation_id: selector.reservations.free(reservation_id, time.monotonic()),
+                lambda reservation_id, tokens: selector.reservations.expect_output(
                     reservation_id, tokens, time.monotonic()
                 ),
                 _never if self._logs is None else self._logs.ends.has_ended,

@@ -10,7 +10,7 @@ import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
+from lean_selector.parts import Part
 from lean_selector.server.flags import fields_of
 from lean_selector.server.service_flags import ListenFlags, ServiceConfig, TlsFiles
 from lean_selector.service import logs
@@ -264,19 +265,14 @@ class HttpServer:
         for reload in self.on_reload:
             reload()
 
-    async def serve(
-        self,
-        tick: Callable[[float], None],
-        refuse_new: Callable[[], None],
-        close: Callable[[], Awaitable[None]],
-        doubts: Iterable[str] = (),
-    ) -> None:
-        """Logs the warnings in `doubts`, serves until a signal, then drains until all connections
-        are idle, `drain_s` has passed, or a second signal arrives.
+    async def serve(self, parts: Part, doubts: Iterable[str] = ()) -> None:
+        """Logs the warnings in `doubts`, starts `parts`, serves until a signal, then drains until
+        all connections are idle, `drain_s` has passed, or a second signal arrives.
 
-        Calls `tick` about every TICK_S, `refuse_new` when the shutdown begins, and `close` at the
-        end of the shutdown. MOST_TICKS_LOST consecutive failures of `tick` also cause a shutdown;
+        Calls `tick` of the parts about every TICK_S, `refuse_new` when the shutdown begins, and
+        `close` at its end. MOST_TICKS_LOST consecutive failures of `tick` also cause a shutdown;
         then `serve` raises the last exception."""
+        parts.start()
         for doubt in doubts:
             log.warning(doubt)
         if self.on_reload:
@@ -284,18 +280,20 @@ class HttpServer:
         gc.collect()
         gc.freeze()  # exempt objects made at start-up from garbage collection
         failures.setdefault("tick", 0)  # export it from the first scrape on
-        ticking = asyncio.create_task(self._tick(tick))
+        ticking = asyncio.create_task(self._tick(parts.tick))
         ticking.add_done_callback(lambda _: self._stop.set())
         try:
             await self._stop.wait()
             for listener in self._listeners:
                 listener.stop_inviting()
-            refuse_new()
+            parts.refuse_new()
             await self._drain()
         finally:
             ticking.cancel()
             self.abort()
-            await close()
+            closing = parts.close()
+            if closing is not None:
+                await closing
         if ticking.done() and not ticking.cancelled():
             ticking.result()
         log.info("stopped")

@@ -1,6 +1,6 @@
 """Credentials for engines and replicas; checks of workers' endpoints against the allowlist."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.shapes import WorkerSpec
@@ -32,17 +32,13 @@ def credentials_of(access: AccessFlags) -> Credentials:
 # Check a worker's endpoints against `--allow-endpoint` before it is registered.
 
 
-def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
-    """Returns a function that checks the endpoints in a worker's registration. If an endpoint is
-    not on the allowlist, the function raises BadRequest with the name of the field."""
-
-    def check(spec: WorkerSpec) -> None:
-        for field, endpoint in _endpoints(spec):
-            refusal = allowed.refusal(endpoint) if endpoint else None
-            if refusal is not None:
-                raise BadRequest(f"{field}: {refusal}")
-
-    return check
+def check_worker(allowed: AllowedEndpoints, spec: WorkerSpec) -> None:
+    """Checks the endpoints in a worker's registration. Raises BadRequest with the name of the field
+    if an endpoint is not on the allowlist."""
+    for field, endpoint in _endpoints(spec):
+        refusal = allowed.refusal(endpoint) if endpoint else None
+        if refusal is not None:
+            raise BadRequest(f"{field}: {refusal}")
 
 
 def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq.asyncio
@@ -21,11 +22,14 @@ from lean_selector.core.replication.events import (
 )
 from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
+from lean_selector.core.trackers import Trackers
 from lean_selector.events.curve_keys import CurveGate
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.parts import Part
 from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.replicas.pub_socket import ReplicaSyncError
 from lean_selector.replicas.snapshot_requests import CatchingUp
@@ -37,6 +41,9 @@ from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_shapes import CurveState, PublisherState, SyncState
 from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot
+
+if TYPE_CHECKING:
+    from lean_selector.server.selector_parts import SelectorCore
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -53,7 +60,7 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
     return CurveState(public, len(gate.admitted or ()), gate.refused, gate.last_refused)
 
 
-class Replication:
+class Replication(Part):
     """Exchanges events about reservations with other replicas. Construction may raise StartError.
     Calls `on_applied(event, now)` after a peer's event has changed this replica's state."""
 
@@ -61,17 +68,16 @@ class Replication:
         self,
         context: zmq.asyncio.Context,
         config: ServiceConfig,
+        links: Links,
+        router_id: int,
         lookup: Lookup,
         targets: Callable[[], Iterable[ReplicaTarget]],
-        on_applied: Callable[[ReplicaEvent, float], None],
-        links: Links,
-        *,
-        tells_sessions: bool = False,
+        on_applied: Callable[[ReplicaEvent, float], None] = lambda event, now: None,
+        sessions: PeerSessions | None = None,
     ) -> None:
-        """`lookup` returns the partition of a model and tenant; `targets` returns all partitions.
-        `links` holds the process's outgoing ZMQ connections. If `tells_sessions`, sessions are
-        exchanged too, and the caller sets the attribute `sessions` before `start`. The functions
-        are called only after construction, so they may use objects that are created later."""
+        """`links` holds the process's outgoing ZMQ connections; `router_id` is this replica's id.
+        `lookup` returns the partition of a model and tenant; `targets` returns all partitions. With
+        `sessions`, their bindings to ranks are exchanged too."""
         self._lookup = lookup
         self._credentials = credentials_of(config.peers)  # for HTTP requests to peers
         self._allowed = links.allowed
@@ -88,11 +94,11 @@ class Replication:
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
         )
-        self.sessions: PeerSessions | None = None
+        self._sessions = sessions
         self._session_lists = SlicedAnswers(
             "a list of sessions", self._session_list, asyncio.get_running_loop().call_soon
         )
-        self.router_id = secrets.randbits(64) or 1
+        self.router_id = router_id
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
         gate = None
@@ -111,7 +117,7 @@ class Replication:
                 links=links,
                 on_connected=self._connected,
                 on_missed=self._missed,
-                on_session=self._on_session if tells_sessions else None,
+                on_session=None if sessions is None else self._on_session,
                 gate=gate,
             )
         except ReplicaSyncError as error:
@@ -143,7 +149,7 @@ class Replication:
             self._catch_up_urls,
             self._targets,
             self._on_event,
-            self.sessions,
+            self._sessions,
             client=self._client,
         )
         self._catching_up_task = supervise("catch-up", self._catching_up.run)
@@ -182,14 +188,14 @@ class Replication:
         return verdict
 
     def _on_session(self, event: SessionEvent, now: float) -> SessionVerdict:
-        return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
+        return SessionVerdict.OFF if self._sessions is None else self._sessions.hear(event, now)
 
     def session_list(self) -> Answer:
         """Returns the answer to a replica that requests our bindings of sessions to ranks."""
-        return self._session_lists.answer(at_once=self.sessions is None)
+        return self._session_lists.answer(at_once=self._sessions is None)
 
     def _session_list(self) -> Iterator[bytes]:
-        sessions = self.sessions
+        sessions = self._sessions
         yield from encode_session_list(() if sessions is None else sessions.live(time.monotonic()))
 
     def register_peer(self, endpoint: str) -> bool:
@@ -284,3 +290,38 @@ class Replication:
             else {fate.name.lower(): count for fate, count in self._catching_up.fates()},
             _curve_state(self.sync.gate),
         )
+
+
+def selector_replication(core: "SelectorCore", sessions: PeerSessions | None) -> Replication:
+    """Creates the replica sync of a selector, which has no workers yet. Raises StartError."""
+    selector = core.selector
+
+    def on_applied(event: ReplicaEvent, now: float) -> None:
+        request_id = event.booking.request_id
+        selector.load_changed(event.model_name, event.tenant_id, request_id, now)
+
+    replication = Replication(
+        core.context,
+        core.config,
+        core.links,
+        core.router_id,
+        selector.scheduling_partition,
+        lambda: established(selector.catalog, None, None),
+        on_applied,
+        sessions,
+    )
+    selector.ledgers.events = replication.events
+    if selector.sessions is not None:
+        selector.sessions.publish(core.router_id, time.time_ns, replication.sync.publish)
+    return replication
+
+
+def tracker_replication(
+    config: ServiceConfig, context: zmq.asyncio.Context, links: Links, trackers: Trackers
+) -> Replication:
+    """Creates the replica sync of a slot tracker, which has no workers yet. Raises StartError."""
+    replication = Replication(
+        context, config, links, secrets.randbits(64) or 1, trackers.lookup, trackers.in_order
+    )
+    trackers.ledgers.events = replication.events
+    return replication

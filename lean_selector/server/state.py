@@ -19,7 +19,8 @@ from lean_selector.core.replication.events import ReplicaTarget, restore
 from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.selector import Selector, restore_booking, restore_partition
+from lean_selector.core.selection.restoring import restore_booking, restore_partition
+from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.host import StartError, os_reason
@@ -42,7 +43,7 @@ from lean_selector.wire.discovery_states import KeptWorker
 from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
 
 if TYPE_CHECKING:
-    from lean_selector.server.replication import Replication
+    from lean_selector.server.selector_parts import SelectorCore
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.roster import Roster
 
@@ -217,10 +218,9 @@ class SelectorCatalog:
         """Removes a worker that failed to register from its restored partition (model and tenant).
         A partition left without workers is removed too, so that its old block size is forgotten."""
         partitions = self.selector.catalog.partitions
-        if (partition := partitions.get(spec.key)) is not None:
-            partition.members.discard(spec.worker_id)
-            if not partition.members:
-                del partitions[spec.key]
+        partition = partitions.get(spec.key)
+        if partition is not None and partition.leave(spec.worker_id):
+            del partitions[spec.key]
 
 
 # -- the slot tracker's ----------------------------------------------------------------------------
@@ -397,16 +397,13 @@ _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def keep_selector(
-    config: ServiceConfig,
-    selector: Selector,
-    replication: Replication | None,
-    finding: "Discoveries | None",
-    state: ServiceState,
+    core: "SelectorCore", replication: Replication | None, finding: "Discoveries | None"
 ) -> Persister:
     """Locks the state directory and restores a selector. Returns a Persister for later changes.
 
     Call this before anything else is added to the selector, and before replica sync starts. Raises
     StartError."""
+    config, selector = core.config, core.selector
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = SelectorCatalog(selector, peers)
     if finding is not None:
@@ -419,7 +416,7 @@ def keep_selector(
     def targets() -> Iterable[ReplicaTarget]:
         return established(selector.catalog, None, None)
 
-    return _kept(config, contents, targets, book, replication, state)
+    return _kept(config, contents, targets, book, replication, core.state)
 
 
 def keep_trackers(

@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.parts import Part
 from lean_selector.server.state_files import (
     CATALOG,
     RESERVATIONS,
@@ -82,7 +83,7 @@ class Contents(Protocol):
     def text(self) -> bytes: ...
 
 
-class Persister:
+class Persister(Part):
     """Writes the state files. `on_fault` is called with the reason when writing fails, and with
     None when writing succeeds again. Used only on the loop's thread."""
 
@@ -282,7 +283,7 @@ class Persister:
             log.info("state is written again", extra={"file": name})
             self._on_fault(self.fault)
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Call this periodically. Schedules saving if workers changed and nobody called `note`.
         If a catalog write hangs for HANGS_AFTER_S, calls the functions given to `when_saved`."""
         if self._catalog.revision != self._seen_revision:

@@ -88,7 +88,7 @@ class FleetView:
                 fleet.ranks.append(self._rank(worker, dp_rank, partition, source, now, fleet.now))
                 yield
         for partition in list(established(catalog, None, None)):
-            parked = partition.parked
+            parked = partition.queue
             fleet.models.append(
                 FleetModel(
                     partition.model_name,

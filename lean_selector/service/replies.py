@@ -4,9 +4,11 @@ requests arrive while a dump is being made, one further dump is made afterwards 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 from lean_selector.core.errors import SelectorError
+from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.shapes import Placement
 from lean_selector.http.response import (
     JSON,
     GrowingResponse,
@@ -31,8 +33,6 @@ def is_json(content_type: bytes | None) -> bool:
 INTERNAL_ERROR = ErrorBody("internal error")
 _LONGEST_WARNING: Final = 2000  # characters; proxies refuse headers above some 8 KiB
 
-Found = TypeVar("Found")
-
 _log = logging.getLogger("lean_selector.http")
 
 
@@ -48,60 +48,90 @@ class Reply:
         self.warnings = warnings
 
 
-class LaterReply(PendingReply):
-    """The result of a handler that cannot answer at once. A caller in the same process can set
-    `take`. Then `take(status, body or error)` is called, and no response is sent."""
+class Queued:
+    """The result of a handler whose request waits in the queue of the selector."""
 
-    __slots__ = ("fault", "take")
+    __slots__ = ("_clock", "_shape", "_waiting", "held_bytes")
+
+    def __init__(
+        self,
+        waiting: Waiting,
+        shape: Callable[[Placement], object],
+        clock: Callable[[], float],
+        held_bytes: int,
+    ) -> None:
+        """`shape` makes the body of the answer; `held_bytes` is what the request's data take."""
+        self._waiting = waiting
+        self._shape = shape
+        self._clock = clock
+        self.held_bytes = held_bytes
+
+    def on_answer(self, tell: Callable[[object], None]) -> None:
+        """Sets the function that gets the body, or the exception, when the answer is there."""
+
+        def answered(placed: Placement | Exception) -> None:
+            body: object = placed
+            if isinstance(placed, Placement):
+                try:
+                    body = self._shape(placed)
+                except Exception as error:
+                    body = error
+            tell(body)
+
+        self._waiting.on_answer = answered
+
+    def cancel(self) -> None:
+        """Takes the request out of the queue, or frees what was reserved for it just now."""
+        self._waiting.cancel(self._clock())
+
+    def reply(self) -> "LaterReply":
+        """Returns the answer over HTTP."""
+        pending = LaterReply(self.cancel)
+        pending.held_bytes = self.held_bytes
+        self.on_answer(pending.tell)
+        return pending
+
+
+class LaterReply(PendingReply):
+    """The result of a handler that cannot answer at once."""
+
+    __slots__ = ("fault",)
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
         super().__init__(on_disconnect, is_being_made=is_being_made)
         self.fault: Exception | None = None  # why no worker was chosen, for the meters
-        self.take: Callable[[int, object], None] | None = None
 
-    def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
-        """Answers 200 with the body `shape(found)`, or with the error that `shape` raises."""
-        try:
-            body = shape(found)
-        except Exception as error:
-            self.refuse(error)
+    def tell(self, body: object) -> None:
+        """Answers 200 with this body, or with the status and message of a SelectorError. Any other
+        exception is logged and answered with status 500."""
+        if isinstance(body, SelectorError):
+            self.answer(body.status, ErrorBody(body.message))
+        elif isinstance(body, Exception):
+            _log.error("a request that waited could not be answered", exc_info=body)
+            self.answer(500, INTERNAL_ERROR)
         else:
             self.answer(200, body)
 
-    def refuse(self, error: Exception) -> None:
-        """Answers with a SelectorError's status and message. The callback `take`, if set, gets the
-        SelectorError itself. Any other exception is logged and answered with status 500."""
-        if not isinstance(error, SelectorError):
-            _log.error("a request that waited could not be answered", exc_info=error)
-            self.answer(500, INTERNAL_ERROR)
-        else:
-            self.answer(error.status, ErrorBody(error.message) if self.take is None else error)
-
     def answer(self, status: int, body: object) -> None:
-        if self.take is not None:
-            try:
-                self.take(status, body)
-            except Exception:  # the in-process caller handles it, as above
-                _log.exception("an answer could not be processed")
-            self.resolve(b"")
-        else:
-            self.resolve(reply(status, body))
+        self.resolve(reply(status, body))
 
 
 Answer = bytes | LaterReply
 
 
 def sent(status: int, result: object) -> Answer:
-    """Returns the response for a handler's result: a body, a Reply, a LaterReply, or bytes, which
-    are a complete response already."""
+    """Returns the response for a handler's result: a body, a Reply, a Queued, a LaterReply, or
+    bytes, which are a complete response already."""
     # Separate checks: mypyc compiles each one to a comparison of types.
     if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
         return result
     if isinstance(result, Reply):
         line = warning_line(result.warnings) if result.warnings else b""
         return reply(result.status, result.body, line)
+    if isinstance(result, Queued):
+        return result.reply()
     return encode_response(status, json_form(result), JSON)
 
 

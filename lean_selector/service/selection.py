@@ -7,17 +7,18 @@ A handler gets a struct, makes one call into the core, and returns a struct. The
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final
 
 from msgspec import UNSET, UnsetType
 
-from lean_selector.core.errors import BadRequest, NotFound, Unavailable, WaitedTooLong
+from lean_selector.core.errors import BadRequest, NotFound, Unavailable
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import base_terms, overridden
-from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
@@ -41,7 +42,7 @@ from lean_selector.core.sessions.table import check_session_id
 from lean_selector.service.access import ADMIN, READ, WRITE
 from lean_selector.service.bodies import SCOPE_FIELDS, BadQuery, Query, wants_detail
 from lean_selector.service.header_warnings import with_warnings
-from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers
+from lean_selector.service.replies import Answer, CallSoon, Queued, SlicedAnswers
 from lean_selector.service.routes import Route
 from lean_selector.service.shared_handlers import OK, Replication
 from lean_selector.service.worker_handlers import (
@@ -156,12 +157,6 @@ def _held_by(request: SelectionRequest) -> int:
     return _PARKED_BYTES + hashes + ids + _MATCH_BYTES * len(request.matches)
 
 
-class Timer(Protocol):
-    """A scheduled call, as returned by the event loop's call_later."""
-
-    def cancel(self) -> None: ...
-
-
 class SelectionService(WorkerHandlers):
     """The handlers of the API of Dynamo 1.3 (`--api 1.3`), and their state."""
 
@@ -173,17 +168,15 @@ class SelectionService(WorkerHandlers):
         sources: KvSources,
         state: ServiceState,
         replication: Replication | None = None,
-        call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
         clock: Callable[[], float] = time.monotonic,
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only if queue time is limited. `bare_dump` omits fields unknown to
-        Dynamo. If `select_and_reserve` sheds a request, metrics count it for route `books_at`."""
+        """`bare_dump` omits fields unknown to Dynamo. If `select_and_reserve` sheds a request,
+        metrics count it for route `books_at`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
-        self._call_later = call_later
         self._books_at = books_at
         self._base_terms = base_terms(selector.settings)
 
@@ -270,14 +263,14 @@ class SelectionService(WorkerHandlers):
         selection_id = body.selection_id
         if body.advisory:
             request.adds |= OUTLOOK
-        elif self.selector.parks:
-            return self._placed_or_parked(
-                partition,
-                request,
-                lambda placement: self._selected(partition, request, selection_id, placement),
+            found: Placement | Waiting = self.selector.select_now(partition, request, self._clock())
+        else:
+            found = self.selector.select(partition, request, self._clock())
+        if isinstance(found, Waiting):
+            return self._queued(
+                found, lambda later: self._selected(partition, request, selection_id, later)
             )
-        placement = self.selector.select_now(partition, request, self._clock())
-        return self._selected(partition, request, selection_id, placement)
+        return self._selected(partition, request, selection_id, found)
 
     def _selected(
         self,
@@ -301,14 +294,12 @@ class SelectionService(WorkerHandlers):
         request.books = True
         request.asked_at = self._books_at
         request.reservation_id = reservation_id
-        if self.selector.parks:
-            return self._placed_or_parked(
-                partition,
-                request,
-                lambda placement: self._answer(partition, selection_id, reservation_id, placement),
+        found = self.selector.select(partition, request, self._clock())
+        if isinstance(found, Waiting):
+            return self._queued(
+                found, lambda later: self._answer(partition, selection_id, reservation_id, later)
             )
-        placement = self.selector.select_now(partition, request, self._clock())
-        return self._answer(partition, selection_id, reservation_id, placement)
+        return self._answer(partition, selection_id, reservation_id, found)
 
     def _answer(
         self,
@@ -335,62 +326,9 @@ class SelectionService(WorkerHandlers):
 
     # -- requests that choose ------------------------------------------------------------------
 
-    def _placed_or_parked(
-        self, partition: Partition, request: SelectionRequest, shape: Shape
-    ) -> object:
-        """Chooses a rank, and returns the answer that `shape` makes for the choice. If the request
-        must wait in the queue, returns a LaterReply. Then `shape` is called after the choice."""
-        pending: LaterReply | None = None
-
-        def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
-            assert pending is not None
-            self._unclaim(request)
-            if isinstance(outcome, Placement):
-                pending.answer_with(shape, outcome)
-            else:
-                pending.refuse(outcome)
-
-        outcome = self.selector.select(partition, request, self._clock(), on_answer)
-        if not isinstance(outcome, Parked):
-            return shape(outcome)
-        pending = LaterReply()
-        parked = outcome
-
-        def on_disconnect() -> None:
-            self._unclaim(request)
-            self.selector.hung_up(partition, parked, self._clock())
-
-        pending.held_bytes = _held_by(request)
-        if request.books and self.selector.settings.dialect.claims_ids:
-            self.selector.bookings.claimed.add(request.reservation_id)
-        pending.on_disconnect = on_disconnect
-        self._limit_wait(partition, parked, on_answer, pending)
-        return pending
-
-    def _unclaim(self, request: SelectionRequest) -> None:
-        """Lets other requests use the reservation id of a request that has left the queue."""
-        if request.books:
-            self.selector.bookings.claimed.discard(request.reservation_id)
-
-    def _limit_wait(
-        self,
-        partition: Partition,
-        parked: Parked,
-        on_answer: Callable[[Parked, Placement | Exception], None],
-        pending: LaterReply,
-    ) -> None:
-        limit = self.selector.settings.queue_max_wait_s
-        if limit is None:
-            return
-        assert self._call_later is not None
-
-        def give_up() -> None:
-            if partition.parked.leave(parked):
-                on_answer(parked, WaitedTooLong(limit))
-
-        timer = self._call_later(limit, give_up)
-        # Otherwise the timer would keep the request and its prompt until the limit.
-        pending.observe(lambda _: timer.cancel(), timer.cancel)
+    def _queued(self, waiting: Waiting, shape: Shape) -> Queued:
+        """Returns the answer of a request that waits. `shape` is called after the choice."""
+        return Queued(waiting, shape, self._clock, _held_by(waiting.request))
 
     def _request(self, partition: Partition, body: SelectFields) -> SelectionRequest:
         session_id = None
@@ -521,19 +459,21 @@ class SelectionService(WorkerHandlers):
         )
 
     def prefill_complete(self, reservation_id: str) -> Ok:
-        self.selector.prefill_complete(reservation_id, self._clock())
+        self.selector.reservations.prefill_complete(reservation_id, self._clock())
         return OK
 
     def output_block(self, reservation_id: str, body: OutputBlockRequest) -> Ok:
-        self.selector.output_block(reservation_id, body.decay_fraction, self._clock())
+        self.selector.reservations.output_block(reservation_id, body.decay_fraction, self._clock())
         return OK
 
     def free(self, reservation_id: str, ending: Ending | None) -> Ok:
         now = self._clock()
         if ending is None:
-            self.selector.free(reservation_id, now)
+            self.selector.reservations.free(reservation_id, now)
         else:
-            self.selector.end(reservation_id, ending.outcome, ending.cached_tokens, now)
+            self.selector.reservations.end(
+                reservation_id, ending.outcome, ending.cached_tokens, now
+            )
         return OK
 
     # -- inspection ----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     HINT,
@@ -104,9 +105,11 @@ class SelectionService16(SelectionService):
                 load = self._worker_load(_outlook_of(placement))
             return self._answer_16(partition, selection_id, placement, load)
 
-        if self.selector.parks and not advisory:
-            return self._placed_or_parked(partition, request, shape)
-        return shape(self.selector.select_now(partition, request, self._clock()))
+        now = self._clock()
+        if advisory:
+            return shape(self.selector.select_now(partition, request, now))
+        found = self.selector.select(partition, request, now)
+        return self._queued(found, shape) if isinstance(found, Waiting) else shape(found)
 
     def select_and_reserve(self, body: Any) -> object:
         assert isinstance(body, SelectAndReserveRequest16)
@@ -124,9 +127,8 @@ class SelectionService16(SelectionService):
             self.selector.selections.drop(key, selection_id)
             return self._answer_16(partition, selection_id, placement, UNSET, request)
 
-        if self.selector.parks:
-            return self._placed_or_parked(partition, request, shape)
-        return shape(self.selector.select_now(partition, request, self._clock()))
+        found = self.selector.select(partition, request, self._clock())
+        return self._queued(found, shape) if isinstance(found, Waiting) else shape(found)
 
     def _answer_16(
         self,

@@ -10,8 +10,9 @@ from lean_selector.core.load.rank_load import RankCounts
 from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.peer_sessions import PeerSessions
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, ROUTE, SELECT, SELECT_AND_RESERVE
 from lean_selector.core.sessions.shapes import SessionVerdict
@@ -73,7 +74,7 @@ def selection_families(
         return [(scope_labels(partition), partition) for partition in partitions()]
 
     def oldest_wait_s(partition: Partition) -> float:
-        arrivals = [parked.arrived_at for parked in partition.parked.in_order()]
+        arrivals = [parked.arrived_at for parked in partition.queue.in_order()]
         return now() - min(arrivals) if arrivals else 0.0
 
     def rejected() -> Iterator[Sample]:
@@ -91,15 +92,15 @@ def selection_families(
                 "Requests for a worker by outcome."),
         }),
         table_of(scoped, {
-            "dynamo_queued_requests": (lambda partition: len(partition.parked),
+            "dynamo_queued_requests": (lambda partition: len(partition.queue),
                 "Requests in the queue."),
-            "queue_isl_tokens": (lambda partition: partition.parked.isl_tokens,
+            "queue_isl_tokens": (lambda partition: partition.queue.isl_tokens,
                 "Prompt tokens of the requests in the queue."),
             "queue_oldest_wait_seconds": (oldest_wait_s,
                 "Longest wait of a request in the queue; 0 if it is empty."),
-            "queue_admitted_total": (lambda partition: partition.parked.admitted,
+            "queue_admitted_total": (lambda partition: partition.queue.admitted,
                 "Queued requests that got a worker."),
-            "queue_wait_seconds_total": (lambda partition: partition.parked.waited_s,
+            "queue_wait_seconds_total": (lambda partition: partition.queue.waited_s,
                 "Total time that these had waited."),
             "prompt_tokens_total": (lambda partition: partition.counts().prompt_tokens,
                 "Prompt tokens of requests that got a worker."),

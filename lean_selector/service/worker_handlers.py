@@ -69,7 +69,7 @@ class WorkerRecords:
         self._record = record
         self._encoded: dict[Worker, bytes] = {}  # some may have been removed
         self._all = b"[]"
-        self._revision = catalog.revision  # of `_all`; a new catalog is empty
+        self._revision = -1  # of the catalog, for `_all`
 
     def one(self, worker: Worker) -> JsonText:
         """Returns a worker's record as JSON."""

@@ -21,8 +21,9 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.overlap import NOTHING, match_by_rank
-from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
@@ -185,9 +186,9 @@ class _Router:
         seed: int,
         publish: Callable[[int, ReplicaEvent], None] | None,
     ) -> None:
-        events = None if publish is None else ReplicaEvents(number, partial(publish, number))
-        rng = random.Random(seed + number)
-        self.selector = Selector(settings, _NoSources(), rng, events=events)
+        self.selector = Selector(settings, _NoSources(), random.Random(seed + number))
+        if publish is not None:
+            self.selector.ledgers.events = ReplicaEvents(number, partial(publish, number))
         for spec in specs:
             self.selector.upsert_worker(spec, 0.0)
         self.partition = self.selector.catalog.ready_partition(MODEL, "default")
@@ -256,7 +257,7 @@ class Simulation:
             if on_request is not None:
                 on_request(number)
         self._advance(float("inf"))
-        parked = sum(len(router.partition.parked) for router in self._routers)
+        parked = sum(len(router.partition.queue) for router in self._routers)
         assert not parked, "an idle fleet has room for every request"
 
     def _router_of(self, request: SimulatedRequest) -> _Router:
@@ -298,15 +299,17 @@ class Simulation:
             asked.pinned = PinnedWorker(worker_id, 0)
         self._turn += 1
 
-        def answered(_: Parked | None, answer: Placement | Exception) -> None:
+        def answered(answer: Placement | Exception) -> None:
             if isinstance(answer, Exception):
                 raise answer
             request.found_tokens = request.isl_tokens - answer.effective_prefill_tokens
             self._submit(request, self.engines[answer.worker_id])
 
-        answer = selector.select(router.partition, asked, self._now, answered)
-        if isinstance(answer, Placement):
-            answered(None, answer)
+        answer = selector.select(router.partition, asked, self._now)
+        if isinstance(answer, Waiting):
+            answer.on_answer = answered
+        else:
+            answered(answer)
 
     def _submit(self, request: SimulatedRequest, engine: BatchingEngine) -> None:
         request.worker_id = engine.worker_id
@@ -338,9 +341,9 @@ class Simulation:
                 index.store(*key, Tier.DEVICE, parent, request.chain[at:end], local)
         for request in made.first_tokens:
             selector = self._router_of(request).selector
-            selector.prefill_complete(request.request_id, now, request.ttft_s)
+            selector.reservations.prefill_complete(request.request_id, now, request.ttft_s)
         for request in made.ended:
-            self._router_of(request).selector.free(request.request_id, now)
+            self._router_of(request).selector.reservations.free(request.request_id, now)
         engine.start(now)
         self._plan_end(engine)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.parts import Part
+from lean_selector.service.exposition import Families, by, labels, table, table_of
 from lean_selector.tasks import supervise
 from lean_selector.wire.discovery_states import (
     DiscoveredPeer,
@@ -30,9 +32,8 @@ Run = Callable[[], Coroutine[object, object, None]]
 LOOK_S = 0.5
 
 
-class Discoveries:
-    """Discovers workers and peers, from start() to close(). Used only on the event loop's
-    thread."""
+class Discoveries(Part):
+    """Discovers workers and peers. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -143,6 +144,29 @@ class Discoveries:
             await self._asking.close()
 
     # -- seen from outside ---------------------------------------------------------------------
+
+    def families(self) -> Families:
+        """Returns the metrics of discovery. The number of time series depends only on the flags."""
+
+        def sightings() -> list[tuple[str, Sighting]]:
+            return [(labels(discovery=one.name, finds=finds), one) for finds, one in self.sightings]
+
+        return [
+            table_of(sightings, {
+                "discovery_failing": (lambda one: int(one.error is not None),
+                    "1 while a discovery fails: its last result stays in use."),
+                "discovery_found": (lambda one: one.count or 0,
+                    "Endpoints in the last result of a discovery."),
+                "discovery_failures_total": (lambda one: one.failures,
+                    "Times that a discovery failed."),
+            }),
+            *table({
+                "discovered_workers": (lambda: by("state", self.worker_states()),
+                    "Workers by discovery, by state."),
+                "discovery_changes_total": (lambda: by("change", self.changes()),
+                    "Registrations (new or changed) and removals by discovery."),
+            }),
+        ]  # fmt: skip
 
     def worker_states(self) -> dict[str, int]:
         """Returns the number of discovered workers in each state."""

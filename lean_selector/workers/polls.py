@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.selector import WorkerHealth
+from lean_selector.core.selection.worker_health import WorkerHealth
 from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
+from lean_selector.parts import Part
 from lean_selector.tasks import watched
 
 MOST_AT_ONCE: Final = 64
@@ -22,8 +23,8 @@ _LONGEST_FAULT: Final = 200
 
 
 @dataclass(eq=False)
-class WorkerPolls:
-    """Checks the health of workers. Call `look` twice a second, and `close` at the end."""
+class WorkerPolls(Part):
+    """Checks the health of workers."""
 
     catalog: Catalog
     health: WorkerHealth
@@ -38,6 +39,9 @@ class WorkerPolls:
         self._next: dict[int, asyncio.TimerHandle] = {}  # worker id -> its next poll
         self._running: dict[int, asyncio.Task[None]] = {}
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
+
+    def tick(self, now: float) -> None:
+        self.look()
 
     def look(self) -> None:
         """Starts to check workers that can now be chosen, and ends the checks of other workers."""

@@ -207,7 +207,9 @@ class Books(DrivenSelector):
     def __init__(self) -> None:
         super().__init__()
         self.register(7, data_parallel_size=2)
-        self.ends = LogEnds(self.selector.free, self.selector.health.report, lambda: self.now)
+        self.ends = LogEnds(
+            self.selector.reservations.free, self.selector.health.report, lambda: self.now
+        )
 
     @property
     def live(self) -> set[str]:

@@ -158,7 +158,7 @@ async def test_a_client_that_hangs_up_before_its_task_ran_leaves_the_queue() -> 
     first.data_received(request())
     second, _ = gateway.client()
     second.data_received(request())
-    (parked,) = (each.parked for each in gateway.selector.catalog.partitions.values())
+    (parked,) = (each.queue for each in gateway.selector.catalog.partitions.values())
     assert (len(parked), gateway.live) == (1, 1)
     second.connection_lost(None)
     for _ in range(3):

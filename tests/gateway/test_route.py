@@ -70,8 +70,10 @@ class GatewayHandler:
         self.door = RouteHandler(
             self.prompts,
             self.service.select_and_reserve,
-            lambda reservation_id: self.selector.free(reservation_id, NOW),
-            lambda reservation_id, tokens: self.selector.expect_output(reservation_id, tokens, NOW),
+            lambda reservation_id: self.selector.reservations.free(reservation_id, NOW),
+            lambda reservation_id, tokens: self.selector.reservations.expect_output(
+                reservation_id, tokens, NOW
+            ),
             self._has_ended,
         )
         self.gate = Gate(self.door.routes())
@@ -159,7 +161,7 @@ async def test_a_caller_that_accepts_json_is_told_the_selection_too() -> None:
     door = crowded()
     pending = [door.begin(accept="application/json", x_reservation_id=name) for name in ("a", "b")]
     await door.parks(2)  # one of them is answered from the queue
-    door.selector.free("a", NOW)
+    door.selector.reservations.free("a", NOW)
     for name, answer in zip(("a", "b"), map(answer_of, pending), strict=True):
         assert answer is not None
         status, headers, body = answer
@@ -330,7 +332,7 @@ async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_
     pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
     await door.parks(2)
     assert [answer_of(each) for each in pending] == [None, None]
-    door.selector.free("first", NOW)
+    door.selector.reservations.free("first", NOW)
     door.selector.admit_waiting(NOW)
     for answer in map(answer_of, pending):
         assert answer is not None
@@ -349,7 +351,7 @@ async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
         raise RuntimeError("a bug")
 
     door.door._has_ended = broken
-    door.selector.free("first", NOW)  # raises nothing
+    door.selector.reservations.free("first", NOW)  # raises nothing
     assert door.live == set()
     for answer in map(answer_of, pending):
         assert answer is not None
@@ -364,7 +366,7 @@ async def test_a_parked_request_is_answered_when_there_is_room() -> None:
     pending = door.begin(x_reservation_id="second")
     await door.parks(2)
     assert answer_of(pending) is None
-    door.selector.free("first", NOW)
+    door.selector.reservations.free("first", NOW)
     answer = answer_of(pending)
     assert answer is not None
     status, headers, _ = answer
@@ -381,7 +383,7 @@ async def test_a_parked_request_whose_end_is_told_or_that_is_left_keeps_no_booki
     await door.parks(3)
     door.ended.add("ended")
     left.hang_up()
-    door.selector.free("first", NOW)
+    door.selector.reservations.free("first", NOW)
     assert ended.response is not None
     assert parted(bytes(ended.response))[0] == 409
     assert (door.live, left.response) == (set(), None)

@@ -386,7 +386,7 @@ async def main():
     for number in range(COUNT):
         described = {**WORKER, "worker_id": number, "kv_events_endpoints": {0: sys.argv[1]}}
         await service.upsert_worker(described)
-    statuses = service._running.parts.subscriptions.statuses
+    statuses = service._running.parts.core.subscriptions.statuses
     while not MOMENT:
         await asyncio.sleep(0.01)
     del statuses

@@ -6,6 +6,7 @@ spec selection.md 3.4 and decision D11, and nothing of lines, sets of ranks or w
 """
 
 import random
+from functools import partial
 from typing import Any, get_args
 
 import hypothesis.strategies as st
@@ -17,11 +18,8 @@ from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.health.ejections import FAILED, OK
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.shapes import OFF, BusyThreshold
-from lean_selector.core.selection.partition import (
-    AGING_TOKENS_PER_S,
-    Parked,
-    Partition,
-)
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.queue import AGING_TOKENS_PER_S, Waiting
 from lean_selector.core.selection.router_settings import QueuePolicy, RouterSettings
 from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
@@ -104,7 +102,7 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 100.0
         self.waiting: list[Waiter] = []
-        self.parked: dict[str, Parked] = {}
+        self.parked: dict[str, Waiting] = {}
         self.placed: list[tuple[str, Placement]] = []  # answers that came late, in order
         self.refused: dict[str, SelectorError] = {}
         self.names = 0
@@ -221,11 +219,11 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def those_who_wait_are_those_of_the_model(self) -> None:
         waiting = sorted(self.waiting, key=lambda each: each.key)
-        found: list[Parked] = []
+        found: list[Waiting] = []
         if (partition := self.selector.catalog.partitions.get(KEY)) is not None:
-            found = partition.parked.in_order()
-            assert len(partition.parked) == len(found)
-            assert partition.parked.isl_tokens == sum(
+            found = partition.queue.in_order()
+            assert len(partition.queue) == len(found)
+            assert partition.queue.isl_tokens == sum(
                 each.request.prompt.isl_tokens for each in waiting
             )
         assert [parked.request.reservation_id for parked in found] == [w.name for w in waiting]
@@ -344,11 +342,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def select_one(self, partition: Partition, request: SelectionRequest) -> None:
         name = request.reservation_id
-        outcome: Placement | Parked | SelectorError
+        outcome: Placement | Waiting | SelectorError
         try:
-            outcome = self.selector.select(
-                self.selector.catalog.partitions[KEY], request, self.now, self.on_answer
-            )
+            outcome = self.selector.select(self.selector.catalog.partitions[KEY], request, self.now)
         except SelectorError as error:
             outcome = error
         self.let_go()  # what wore off meanwhile goes to those who waited for it
@@ -364,15 +360,15 @@ class QueueMachine(RuleBasedStateMachine):
             among = below if self.waiting else ranks
             self.check_and_book(name, request, among, matches, outcome)
         elif ranks or self.waiting:
-            assert isinstance(outcome, Parked)
+            assert isinstance(outcome, Waiting)
+            outcome.on_answer = partial(self.on_answer, name)
             score = self.score(partition, request, matches)
             self.waiting.append(Waiter(name, request, self.now, matches, score))
             self.parked[name] = outcome
         else:
             assert isinstance(outcome, Unavailable)
 
-    def on_answer(self, parked: Parked, outcome: Placement | Exception) -> None:
-        name = parked.request.reservation_id
+    def on_answer(self, name: str, outcome: Placement | Exception) -> None:
         if isinstance(outcome, Placement):
             self.placed.append((name, outcome))
         else:
@@ -383,9 +379,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def hang_up(self, pick: int) -> None:
         waiter = self.waiting.pop(pick % len(self.waiting))
-        partition = self.selector.catalog.partitions[KEY]
         for _ in range(2):  # the second time changes nothing
-            self.selector.hung_up(partition, self.parked[waiter.name], self.now)
+            self.parked[waiter.name].cancel(self.now)
         self.after_event()
 
     # -- bookings ------------------------------------------------------------------------------
@@ -420,21 +415,21 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def complete_prefill(self, pick: int) -> None:
         name = self.live()[pick % len(self.live())]
-        self.both(lambda each: each.prefill_complete(name, self.now))
+        self.both(lambda each: each.reservations.prefill_complete(name, self.now))
         self.after_event()
 
     @precondition(lambda self: self.live())
     @rule(pick=picks)
     def free(self, pick: int) -> None:
         name = self.live()[pick % len(self.live())]
-        self.both(lambda each: each.free(name, self.now))
+        self.both(lambda each: each.reservations.free(name, self.now))
         self.after_event()
 
     @precondition(lambda self: self.live())
     @rule(pick=picks, fraction=st.sampled_from([None, 0.0, 0.5]))
     def grow(self, pick: int, fraction: float | None) -> None:
         name = self.live()[pick % len(self.live())]
-        self.both(lambda each: each.output_block(name, fraction, self.now))
+        self.both(lambda each: each.reservations.output_block(name, fraction, self.now))
         if fraction is not None:
             self.after_event()
 
@@ -452,7 +447,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(max_steps=st.integers(1, 3))
     def expire(self, max_steps: int) -> None:
         gone, same = (
-            [held.request_id for _, held in each.expire(self.now, max_steps)]
+            [held.request_id for _, held in each.reservations.expire(self.now, max_steps)]
             for each in (self.model, self.selector)
         )
         assert gone == same

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.partition import Parked
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
@@ -200,8 +200,8 @@ class SelectorMachine(RuleBasedStateMachine):
             request = SelectionRequest(prompt_of(hashes, 16), self.selector.terms)
             request.books, request.reservation_id = True, name
             request.allowed_worker_ids = allowed
-            outcome = self.selector.select(partition, request, self.now, lambda *_: None)
-            assert not isinstance(outcome, Parked)
+            outcome = self.selector.select(partition, request, self.now)
+            assert not isinstance(outcome, Waiting)
             placed.append((outcome.worker_id, outcome.dp_rank))
 
         assert self.refused(call) is not (bool(eligible) and name not in self.requests)
@@ -211,34 +211,36 @@ class SelectorMachine(RuleBasedStateMachine):
 
     @rule(name=request_ids)
     def complete_prefill(self, name: str) -> None:
-        refused = self.refused(lambda: self.selector.prefill_complete(name, self.now))
+        refused = self.refused(lambda: self.selector.reservations.prefill_complete(name, self.now))
         assert refused is (name not in self.requests)
         if not refused:
             self.requests[name].prefill = 0
 
     @rule(name=request_ids)
     def grow(self, name: str) -> None:
-        refused = self.refused(lambda: self.selector.output_block(name, None, self.now))
+        refused = self.refused(
+            lambda: self.selector.reservations.output_block(name, None, self.now)
+        )
         assert refused is (name not in self.requests)
         if not refused:
             self.requests[name].output_blocks += 1
 
     @rule(name=request_ids)
     def free(self, name: str) -> None:
-        refused = self.refused(lambda: self.selector.free(name, self.now))
+        refused = self.refused(lambda: self.selector.reservations.free(name, self.now))
         assert refused is (name not in self.requests)
         self.requests.pop(name, None)
 
     @rule()
     def free_everything(self) -> None:
         for name in list(self.requests):
-            self.selector.free(name, self.now)
+            self.selector.reservations.free(name, self.now)
         self.requests.clear()
 
     @rule()
     def expire_everything(self) -> None:
         self.now += 301.0
-        gone = self.selector.expire(self.now, 1000)
+        gone = self.selector.reservations.expire(self.now, 1000)
         assert {reservation.request_id for _, reservation in gone} == set(self.requests)
         self.requests.clear()
 

@@ -63,7 +63,7 @@ class Leases(RuleBasedStateMachine):
             self.partition.slots.free(name, self.driven.now)
             self.driven.selector.load_changed("default", "default", name, self.driven.now)
         else:
-            self.driven.selector.free(name, self.driven.now)
+            self.driven.selector.reservations.free(name, self.driven.now)
 
     @rule(worker_id=workers)
     def a_worker_comes_or_goes(self, worker_id: int) -> None:
@@ -75,7 +75,7 @@ class Leases(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 15.0, 200.0]))
     def time_passes(self, seconds: float) -> None:
         self.driven.now += seconds
-        self.driven.selector.expire(self.driven.now, 100)
+        self.driven.selector.reservations.expire(self.driven.now, 100)
         self.driven.selector.admit_waiting(self.driven.now)
 
     @invariant()
@@ -92,10 +92,10 @@ class Leases(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for name in sorted(self.partition.slots.reservations):
-            self.driven.selector.free(name, self.driven.now)
+            self.driven.selector.reservations.free(name, self.driven.now)
         self.driven.selector.refuse_parked(SelectorError("over"))
         for name in sorted(self.partition.slots.reservations):
-            self.driven.selector.free(name, self.driven.now)
+            self.driven.selector.reservations.free(name, self.driven.now)
         assert self.table.held == 0
         self.driven.now += TTL_S
         self.table.sweep(self.driven.now, 10)

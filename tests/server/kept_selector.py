@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.selector import restore_booking
+from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.server.state import (
     PeersByHttp,
     SelectorCatalog,

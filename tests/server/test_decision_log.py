@@ -92,7 +92,7 @@ class LoggedSelector(DrivenSelector):
     def serve(self, *names: str) -> None:
         for name in names:
             self.book(name, hashes=[1, 2])
-            self.selector.free(name, self.at)
+            self.selector.reservations.free(name, self.at)
 
 
 def lines_of(path: Path) -> list[str]:
@@ -106,10 +106,10 @@ def test_a_line_has_what_came_of_a_request(tmp_path: Path, monkeypatch: pytest.M
     logged.now = 1.0
     logged.book("a", hashes=[1, 2])
     selector = logged.selector
-    selector.prefill_complete("a", 3.5, 2.25)
-    selector.output_block("a", None, 4.0)
+    selector.reservations.prefill_complete("a", 3.5, 2.25)
+    selector.reservations.output_block("a", None, 4.0)
     logged.at = 6.0
-    selector.end("a", "ok", 4, 6.0)
+    selector.reservations.end("a", "ok", 4, 6.0)
     logged.log.close()
     header, text = lines_of(tmp_path / "log")
     assert header == '{"decision_log":1,"share":1.0,"settings":{}}'
@@ -182,7 +182,7 @@ def test_a_share_of_the_requests_is_logged_and_what_is_not_booked_is_not(tmp_pat
     with pytest.raises(Conflict):
         logged.book("a", hashes=[2])
     logged.serve("b")
-    logged.selector.free("a", 0.0)
+    logged.selector.reservations.free("a", 0.0)
     logged.log.close()
     assert logged.log.requests == 2
 
@@ -195,7 +195,10 @@ def test_a_line_of_an_access_log_tells_who_served_a_request(tmp_path: Path) -> N
     for name in ("elsewhere", "here", "unknown"):
         logged.book(name, hashes=[1, 2], pin=(1, 0))
     lines = LogEnds(
-        logged.selector.free, logged.selector.health.report, lambda: 0.0, logged.log.served
+        logged.selector.reservations.free,
+        logged.selector.health.report,
+        lambda: 0.0,
+        logged.log.served,
     )
     lines.take(b'lean-end reservation=elsewhere worker=2 ttft="0.010, 0.250" status=200')
     lines.take(b"lean-end reservation=here worker=1 ttft=- status=200")

@@ -127,7 +127,9 @@ def test_a_selector_is_swept_likewise_and_a_stop_ends_it() -> None:
         driven.reserve(f"r{number}")
     selector = driven.selector
     loop = Loop(
-        lambda now, steps: len(selector.expire(now, steps)), selector.arrived, EXPIRY_S + 1.0
+        lambda now, steps: len(selector.reservations.expire(now, steps)),
+        selector.reservations.arrived,
+        EXPIRY_S + 1.0,
     )
     loop.sweep.begin()
     loop.sweep.stop()

@@ -184,7 +184,7 @@ async def test_a_change_that_nobody_noted_is_seen(tmp_path: Path) -> None:
     """As one of a discovery."""
     kept = await at_rest(tmp_path)
     kept.catalog.now, kept.catalog.revision = b"found", 1
-    kept.persister.look(time.monotonic())
+    kept.persister.tick(time.monotonic())
     await until(lambda: kept.on_disk(CATALOG) == b"found", "it is written")
     await kept.persister.close()
 
@@ -193,9 +193,9 @@ async def test_a_change_that_nobody_noted_is_seen(tmp_path: Path) -> None:
 async def test_nobody_waits_for_a_disk_that_hangs(tmp_path: Path) -> None:
     kept = await at_rest(tmp_path)
     await kept.hangs()
-    kept.persister.look(time.monotonic() + HANGS_AFTER_S / 2)
+    kept.persister.tick(time.monotonic() + HANGS_AFTER_S / 2)
     assert kept.answered == []
-    kept.persister.look(time.monotonic() + HANGS_AFTER_S + 1)
+    kept.persister.tick(time.monotonic() + HANGS_AFTER_S + 1)
     assert kept.answered == ["second"]
     assert str(kept.faults[-1]).startswith("catalog: the disk has not answered for ")
     assert not kept.change("third")  # nothing is to be waited for

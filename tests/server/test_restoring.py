@@ -2,16 +2,17 @@
 
 import errno
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.replication.shapes import LiveBooking
-from lean_selector.core.selection.selector import restore_booking
+from lean_selector.core.selection.restoring import restore_booking
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
-from lean_selector.server.peer_access import worker_check
+from lean_selector.server.peer_access import check_worker
 from lean_selector.server.state import OtherService, restore_catalog
 from lean_selector.server.state_files import (
     CATALOG,
@@ -48,7 +49,7 @@ def filled(path: Path) -> Kept:
     kept.selector.change_threshold(SCOPE, BusyThreshold(active_prefill_tokens=9), 0.0)
     book(kept, "ours", 10.0, prefill_tokens=5, expected_output_tokens=3, lora_name="l")
     book(kept, "theirs", 20.0, 99, prefill_tokens=7)
-    kept.selector.prefill_complete("theirs", 20.0)
+    kept.selector.reservations.prefill_complete("theirs", 20.0)
     return kept
 
 
@@ -105,7 +106,7 @@ def test_a_restored_id_is_taken_and_can_be_ended(tmp_path: Path) -> None:
     after.restore(30.0)
     partition = after.selector.catalog.partitions[SCOPE]
     assert after.selector.bookings.local_holder("ours") is partition
-    after.selector.free("ours", 31.0)
+    after.selector.reservations.free("ours", 31.0)
     assert after.driven.told == [("freed", "ours")]
     assert list(partition.slots.reservations) == ["theirs"]
 
@@ -128,9 +129,11 @@ def test_reservations_keep_their_age(tmp_path: Path) -> None:
     slots = after.selector.catalog.partitions[SCOPE].slots
     assert slots.reservations["ours"].touched_at == 420.0
     assert slots.reservations["theirs"].touched_at == 430.0
-    gone = [held.request_id for _, held in after.selector.expire(720.5, 10)]
+    gone = [held.request_id for _, held in after.selector.reservations.expire(720.5, 10)]
     assert gone == ["ours"]
-    assert [held.request_id for _, held in after.selector.expire(790.5, 10)] == ["theirs"]
+    assert [held.request_id for _, held in after.selector.reservations.expire(790.5, 10)] == [
+        "theirs"
+    ]
 
 
 def test_what_expired_while_nobody_ran_is_not_restored(tmp_path: Path) -> None:
@@ -159,7 +162,7 @@ def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:
         before.selector.upsert_worker(spec(worker_id, endpoint=f"http://w{worker_id}"), 0.0)
     before.save(0.0)
     written = (tmp_path / CATALOG).read_bytes()
-    check = worker_check(AllowedEndpoints(["http://w2:*"]))
+    check = partial(check_worker, AllowedEndpoints(["http://w2:*"]))
     after = Kept(tmp_path, DrivenSelector(check_worker=check))
     after.restore(0.0)
     assert sorted(after.selector.catalog.workers) == [2]

@@ -13,6 +13,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.response import encode_response
 from lean_selector.server import host
+from lean_selector.parts import Part
 from lean_selector.server.service_flags import TrackerConfig, TrackerListenFlags
 from lean_selector.tasks import failures
 
@@ -20,24 +21,28 @@ host.TICK_S = 0.001
 fails_until = int(sys.argv[1])
 ticks = 0
 
-def tick(now):
-    global ticks
-    ticks += 1
-    if ticks <= fails_until:
-        raise RuntimeError("a bug of the tick")
+class Ticking(Part):
+    def tick(self, now):
+        global ticks
+        ticks += 1
+        if ticks <= fails_until:
+            raise RuntimeError("a bug of the tick")
+
+    def refuse_new(self):
+        print("refuses", flush=True)
+
+    async def close(self):
+        print("closed", flush=True)
 
 def app(request):
     return encode_response(200, str(failures["tick"]).encode() + (b" ticks" if ticks > 30 else b""))
-
-async def close():
-    print("closed", flush=True)
 
 async def serve(log_state):
     connections = Connections(asyncio.get_running_loop().call_soon, Limits(), max_connections=10)
     server = host.HttpServer(app, connections, listen)
     await server.start()
     print(server._listeners[0]._socket.getsockname()[1], flush=True)
-    await server.serve(tick, lambda: print("refuses", flush=True), close)
+    await server.serve(Ticking())
 
 listen = TrackerListenFlags(host="127.0.0.1", port=0, drain_s=0.2, max_connections=10)
 fields = [one for one in dataclasses.fields(TrackerConfig) if one.name not in ("given", "listen")]

@@ -3,9 +3,15 @@
 from math import nan
 
 from lean_selector.core.errors import Unavailable
+from lean_selector.core.selection.queue import Queue
+from lean_selector.core.selection.router_settings import CostTerms
+from lean_selector.core.selection.shapes import Overlap, Placement, SelectionRequest
 from lean_selector.http.response import encode_response
-from lean_selector.service.replies import LaterReply, Reply, reply, sent
+from lean_selector.service.replies import LaterReply, Queued, Reply, reply, sent
 from lean_selector.wire.scalars import JsonText
+from tests.support.driven_selector import prompt_of
+
+TERMS = CostTerms(1.0, 0.0, 1.0, 0.0, True)
 
 
 def parts(answer: object) -> tuple[bytes, bytes, bytes]:
@@ -45,22 +51,18 @@ def test_an_answer_that_comes_later_has_the_form_of_one_that_comes_at_once() -> 
 
 
 def test_what_goes_wrong_with_an_answer_is_not_the_matter_of_who_lets_it_go() -> None:
-    def broken(found: object) -> object:
+    def broken(placed: Placement) -> object:
         raise RuntimeError("a bug")
 
-    def refused(found: object) -> object:
+    def refused(placed: Placement) -> object:
         raise Unavailable("not here")
 
-    def untaken(status: int, body: object) -> None:
-        raise RuntimeError("a bug")
-
-    answers = [LaterReply() for _ in range(4)]
-    answers[0].answer_with(broken, 1)
-    answers[1].answer_with(refused, 1)
-    answers[2].take = untaken
-    answers[2].answer(200, {})
-    assert parts(answers[0].response)[::2] == (b"500", b'{"error":"internal error"}')
-    assert parts(answers[1].response)[::2] == (b"503", b'{"error":"not here"}')
-    assert answers[2].response == b""
-    answers[3].refuse(RuntimeError("a bug"))
-    assert parts(answers[3].response)[::2] == (b"500", b'{"error":"internal error"}')
+    for shape, told in [
+        (broken, (b"500", b'{"error":"internal error"}')),
+        (refused, (b"503", b'{"error":"not here"}')),
+    ]:
+        waiting = Queue().park(SelectionRequest(prompt_of([], 1), TERMS), 0.0)
+        answer = sent(200, Queued(waiting, shape, lambda: 0.0, 0))
+        assert isinstance(answer, LaterReply)
+        waiting.tell(Placement(1, 0, "", 4, Overlap(0, 0, {}, 0, 0), 0))
+        assert parts(answer.response)[::2] == told

@@ -27,7 +27,7 @@ def test_what_a_worker_was_given_and_how_that_went() -> None:
     driven.register(2)
     driven.book("a", isl_tokens=16, pin=(1, 0))
     driven.book("b", hashes=[1, 2, 3], isl_tokens=13, pin=(1, 0))
-    driven.selector.end("b", "ok", 8, driven.now)
+    driven.selector.reservations.end("b", "ok", 8, driven.now)
     driven.selector.health.report(1, 0, "failed", driven.now, ttft_s=0.25, cached_tokens=4)
     found = scraped(driven)
     for name, value in {
@@ -65,9 +65,9 @@ def test_the_predicted_overlap_is_that_of_the_requests_whose_engine_told() -> No
     driven.reserve("told", hashes=[1, 2, 3], isl_tokens=13, prefill=5)  # two blocks of four
     driven.reserve("untold", hashes=[1, 2, 3], isl_tokens=13, prefill=5)
     driven.reserve("unknown", hashes=[1, 2, 3], isl_tokens=13, prefill=None)
-    driven.selector.end("told", None, 4, driven.now)
-    driven.selector.end("untold", "ok", None, driven.now)
-    driven.selector.end("unknown", None, 12, driven.now)
+    driven.selector.reservations.end("told", None, 4, driven.now)
+    driven.selector.reservations.end("untold", "ok", None, driven.now)
+    driven.selector.reservations.end("unknown", None, 12, driven.now)
     counts = driven.partition.counts()
     assert (counts.compared_tokens, counts.compared_overlap_tokens) == (4, 8)
     assert counts.cached_tokens == 16
@@ -80,7 +80,7 @@ def test_index_accuracy_is_of_prompts_whose_blocks_are_known_and_forgives_the_la
 
     def told(prefill: int, isl_tokens: int, cached: int, known: int | None = None) -> float | None:
         driven.reserve("r", hashes=[1, 2, 3], isl_tokens=isl_tokens, prefill=prefill)
-        driven.selector.end("r", None, cached, driven.now, known)
+        driven.selector.reservations.end("r", None, cached, driven.now, known)
         return scraped(driven).get(name)
 
     assert told(13, 13, 12, known=0) is None  # none of its blocks was asked for

@@ -9,8 +9,9 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import SourceSink, Worker
-from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
@@ -85,12 +86,12 @@ class DrivenSelector:
             RouterSettings(**settings),
             sources,
             random.Random(7),
-            events=self,
             sessions=tables,
             call_soon=None if self.turns is None else self.turns.append,
-            decisions=decisions,
             check_worker=check,
         )
+        self.selector.ledgers.events = self
+        self.selector.reservations.decisions = decisions
 
     def turn(self) -> None:
         """One turn of the loop, in which something is due."""
@@ -141,18 +142,21 @@ class DrivenSelector:
             setattr(request, name, value)
         return request
 
-    def submit(self, name: str, request: SelectionRequest) -> Placement | Parked:
+    def submit(self, name: str, request: SelectionRequest) -> Placement | Waiting:
         """Answers at once or parks; a late answer lands in `answers[name]`."""
 
-        def on_answer(_: Parked, outcome: Placement | Exception) -> None:
+        def on_answer(outcome: Placement | Exception) -> None:
             assert name not in self.answers, "answered once"
             self.answers[name] = outcome
 
-        return self.selector.select(self.partition, request, self.now, on_answer)
+        found = self.selector.select(self.partition, request, self.now)
+        if isinstance(found, Waiting):
+            found.on_answer = on_answer
+        return found
 
     def book(
         self, name: str, *, hashes: list[int] | None = None, isl_tokens: int = 16, **changes: Any
-    ) -> Placement | Parked:
+    ) -> Placement | Waiting:
         """select_and_reserve."""
         request = self.request(hashes or [], isl_tokens, **changes)
         request.books, request.reservation_id = True, name

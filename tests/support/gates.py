@@ -7,6 +7,7 @@ from typing import Any
 
 from lean_selector.core.replication.events import ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
+from lean_selector.core.selection.queue import Timer
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import SELECT_AND_RESERVE
@@ -21,7 +22,7 @@ from lean_selector.service.fleet import FleetView
 from lean_selector.service.gate import Gate
 from lean_selector.service.openapi_text import openapi_parts
 from lean_selector.service.routes import Route
-from lean_selector.service.selection import SelectionService, Timer
+from lean_selector.service.selection import SelectionService
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker_handlers import SlotTrackerService
@@ -96,18 +97,20 @@ def selection_service(
     engines = NoEngines()
     settings.setdefault("use_kv_events", False)
     kind = SelectionService16 if settings.get("dialect") == API_1_6 else SelectionService
+    selector = Selector(
+        RouterSettings(**settings),
+        engines,
+        dice or random.Random(7),
+        sessions=tables,
+        call_later=call_later,
+    )
+    if publish is not None:
+        selector.ledgers.events = ReplicaEvents(1, publish)
     return kind(
-        Selector(
-            RouterSettings(**settings),
-            engines,
-            dice or random.Random(7),
-            events=None if publish is None else ReplicaEvents(1, publish),
-            sessions=tables,
-        ),
+        selector,
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
-        call_later=call_later,
         clock=lambda: NOW,
         books_at=books_at,
     )

@@ -18,7 +18,8 @@ from lean_selector.core.selection.cost import (
     softmax,
     taint_factor,
 )
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.shapes import SelectionRequest
 
 Matches = dict[tuple[int, int], Matched]

@@ -126,6 +126,32 @@ class RankCounts:
         # but not cached.
         self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
 
+    def report_cached(
+        self,
+        cached: int,
+        block_count: int,
+        prefill_tokens: int | None,
+        block_size: int,
+        known_tokens: int | None,
+    ) -> None:
+        """Record an engine's count of cached tokens of a prompt with `block_count` blocks. It was
+        booked with these `prefill_tokens`; None: the prediction is unknown. `known_tokens`: how
+        many tokens are in blocks whose hashes were known (None: all)."""
+        self.cached_tokens += cached
+        if prefill_tokens is None:
+            return
+        blocks = block_count - prefill_tokens // block_size
+        found = max(0, blocks * block_size)
+        self.compared_tokens += cached
+        self.compared_overlap_tokens += found
+        if known_tokens is not None:
+            cached = min(cached, known_tokens)
+        # An engine recomputes the last token of a fully cached prompt, and therefore its last
+        # block.
+        is_whole = blocks == block_count and cached + block_size == found
+        if known_tokens != 0:
+            self.compare(cached if is_whole else found, cached)
+
     def compare(self, found: int, cached: int) -> None:
         """Record one prompt's cached tokens. `found` is the number that the index predicted;
         `cached` is the number that the engine reported."""

@@ -172,6 +172,10 @@ class Slots:
         self._set_load(rank, ahead_tokens, rank.distinct_blocks + new_blocks)
         return reservation
 
+    def hear(self, now: float) -> None:
+        """Set the time for what ends without a time of its own, such as a removed rank."""
+        self.heard_at = now
+
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
         """Release a request's prefill tokens. Returns None if the request is not live; otherwise
         the reservation, and whether this was the first such call for the request."""

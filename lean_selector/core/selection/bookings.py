@@ -5,9 +5,10 @@ from collections.abc import Iterable, Mapping
 
 from lean_selector.core.errors import BadRequest, Conflict, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.shapes import Booking, Reservation
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import SelectionCacheSettings
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.scheduler import check_session
 from lean_selector.core.selection.shapes import Booked, CachedSelection, PartitionKey
 from lean_selector.core.settings import API_1_3, Dialect

@@ -387,7 +387,6 @@ class Catalog:
         partition = self.partitions.get(key)
         if partition is None:
             partition = self.partitions[key] = self.new_partition(key, block_size, False)
-            partition.established = False
         return partition if partition.block_size == block_size else None
 
     def discard_waiting(self) -> None:
@@ -478,15 +477,14 @@ class Catalog:
         spec = worker.spec
         assert spec.block_size is not None
         partition = self.partitions.get(spec.key)
-        if partition is None or not partition.established:
-            if partition is None or partition.block_size != spec.block_size:
-                if partition is not None:
-                    self._on_discarded(partition)
-                    partition.abandon()
-                partition = self.new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
-                self.partitions[spec.key] = partition
-            partition.is_eagle = bool(spec.is_eagle)
-            partition.established = True
+        if partition is not None and partition.block_size != spec.block_size:
+            assert not partition.established, "the worker would be incomplete"
+            self._on_discarded(partition)
+            partition.abandon()
+            partition = None
+        if partition is None:
+            partition = self.new_partition(spec.key, spec.block_size, bool(spec.is_eagle))
+            self.partitions[spec.key] = partition
         worker_id = spec.worker_id
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:
@@ -520,10 +518,7 @@ class Catalog:
         some time. If no member is left, remove the partition, and check again the workers that were
         refused because of the partition's block size (D3)."""
         partition = self.partitions.get(key)
-        if partition is None or worker_id not in partition.members:
-            return
-        partition.members.discard(worker_id)
-        if partition.members:
+        if partition is None or not partition.leave(worker_id):
             return
         del self.partitions[key]
         partition.abandon()

@@ -5,7 +5,7 @@ chosen. With a temperature, the choice is random, and cheaper ranks are more lik
 import math
 import random
 
-from lean_selector.core.errors import Unavailable
+from lean_selector.core.errors import NO_ENDPOINTS, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
@@ -464,7 +464,6 @@ class DrawBounds:
 Costed = list[tuple[float, int]]  # (cost, set of ranks with this cost), disjoint
 
 FEW_LOADS = 12  # if there are at most this many loads, all costs are computed
-NO_ENDPOINTS = "no endpoints available to route work"
 TRIES = 16  # if so many draws fail (a low temperature), all costs are computed
 
 

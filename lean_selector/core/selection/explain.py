@@ -27,7 +27,8 @@ from lean_selector.core.selection.cost import (
     taint_factor,
 )
 from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of, match_sets
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.scheduler import explained_session
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
@@ -166,9 +167,9 @@ def _why_not(
         return "draining" if load.mask & partition.draining else "ejected"
     if is_steered:
         return "affinity"
-    if load.mask & partition.busy or partition.room is None:
+    if load.mask & partition.busy or partition.queue.room is None:
         return "busy"
-    return "queue" if not partition.room.below & load.mask else "busy"
+    return "queue" if not partition.queue.room.below & load.mask else "busy"
 
 
 def with_more(

@@ -48,8 +48,8 @@ def loads(
                 )
                 for rank, load in sorted(partition.slots.ranks.items(), key=_by_rank)
             ],
-            len(partition.parked),
-            min(partition.parked.isl_tokens, U64_MAX),
+            len(partition.queue),
+            min(partition.queue.isl_tokens, U64_MAX),
         )
         for partition in established(catalog, model_name, tenant_id)
     ]

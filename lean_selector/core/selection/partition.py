@@ -4,14 +4,11 @@ Partitions share nothing. The first schedulable worker fixes `block_size` and `i
 selection.md section 0). Before that, a partition may exist only because its index has blocks that
 were copied from a peer; then `established` is False, and no rank can be chosen."""
 
-import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
-from lean_selector.core.load.busy import Headroom
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankCounts, RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits, Reservation
@@ -21,235 +18,15 @@ from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.fullness import Fullness
-from lean_selector.core.selection.router_settings import QueuePolicy
+from lean_selector.core.selection.queue import Queue
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.shapes import (
     SELECT,
     SELECT_AND_RESERVE,
-    Overlap,
-    PinnedWorker,
-    Placement,
-    SelectionRequest,
     WorkerSpec,
 )
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
-
-# The reference's default for workers that do not state max_num_batched_tokens.
-DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
-STATE_AGENT = "state_agent_v2"
-
-
-class SchedulableWorker:
-    """The part of a worker's record that the scheduler needs."""
-
-    def __init__(self, spec: WorkerSpec, loads: list[RankLoad]) -> None:
-        self.worker_id = spec.worker_id
-        self.endpoint = spec.endpoint or ""
-        self.taints = spec.taints
-        self.ranks = spec.ranks
-        self.loads = loads  # one per rank, in rank order
-        self.mask = 0  # the same ranks as a set
-        for load in loads:
-            self.mask |= load.mask
-        self.rank_name = str(loads[0].dp_rank)  # used if the worker has only one rank
-        self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
-        self.total_kv_blocks = spec.total_kv_blocks
-        # For hints where to fetch blocks: the worker's type, and the control endpoint of each rank
-        # whose blocks no state agent publishes.
-        self.hint_type = spec.router_hint_worker_type
-        by_agent = spec.kv_event_source_mode == STATE_AGENT
-        self.hint_sources = {} if by_agent else spec.router_hint_source_control_endpoints
-        tokens = spec.max_num_batched_tokens
-        self.max_num_batched_tokens = DEFAULT_MAX_BATCHED_TOKENS if tokens is None else tokens
-
-
-# --------------------------------------------------------------------------------------------------
-# Requests that wait for a worker, in the order in which they leave the queue.
-#
-# Order (spec selection.md 3.4): strict_priority, highest first; then the policy's score, highest
-# first; then arrival. With jump = max(priority_jump, 0) and work = the fewest tokens left to
-# prefill on any rank at arrival, the score is jump - arrival (fcfs), jump + arrival (lcfs), (1 +
-# jump) / work (wspt, weighted shortest processing time), or jump - arrival - work / AGING
-# (least-work: a request is overtaken only by requests that arrive within work / AGING seconds). A
-# request never blocks others that can use other ranks (D11). So requests that may use the same
-# ranks share a line, which stores the set of these ranks. When a rank comes free, only the first
-# request of each line that includes the rank is checked. Each connection has at most one queued
-# request, which limits the queue.
-
-# What restricts a request to some ranks: a pin, allowed workers, required taints.
-Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
-Place = tuple[int, float, int]  # position in the queue; unique
-AGING_TOKENS_PER_S = 4_000.0  # per second of waiting
-
-
-class Parked:
-    """A queued request. `on_answer` is called once: with a placement, or with the error (always a
-    SelectorError, unless there is a bug)."""
-
-    __slots__ = ("arrived_at", "key", "line", "on_answer", "request")
-
-    def __init__(
-        self,
-        request: SelectionRequest,
-        arrived_at: float,
-        serial: int,
-        score: float,
-        on_answer: Callable[["Parked", Placement | Exception], None],
-        line: "Line",
-    ) -> None:
-        self.request = request
-        self.arrived_at = arrived_at
-        self.on_answer = on_answer
-        self.line = line
-        self.key: Place = (-request.strict_priority, -score, serial)
-
-
-_place = attrgetter("key")
-
-
-class Line:
-    """Queued requests that have the same `ties`: pin, allowed workers and required taints."""
-
-    __slots__ = ("items", "leads_to", "ranks", "ties")
-
-    def __init__(self, ties: Ties) -> None:
-        self.ties = ties
-        self.items: list[Parked] = []  # in order
-        self.ranks = 0  # ranks that requests of the line may use, including busy ones
-        # If one of these comes free, requests may leave. With a pin: all ranks of the worker,
-        # because a busy rank accepts a pinned request if another rank of the worker is free.
-        self.leads_to = 0
-
-    def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add to `ranks` those ranks of a new worker that this line's queued requests may use."""
-        pinned, allowed, required = self.ties
-        if not required <= worker.taints:
-            return
-        if pinned is not None:
-            if pinned.worker_id != worker.worker_id:
-                return
-            for load in worker.loads:
-                if load.dp_rank == pinned.dp_rank:
-                    self.ranks |= load.mask
-                    self.leads_to |= worker.mask
-        elif allowed is None or worker.worker_id in allowed:
-            self.ranks |= worker.mask
-            self.leads_to |= worker.mask
-
-    def close_worker(self, worker: SchedulableWorker) -> None:
-        self.ranks &= ~worker.mask
-        self.leads_to &= ~worker.mask
-
-    def is_open(self, room: Headroom) -> bool:
-        """Whether a queued request of this line can be placed now on a rank below the queue's
-        threshold. All requests of a line have the same pin, allowed workers and required taints."""
-        if self.ties[0] is None:
-            return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
-        return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
-
-
-class ParkedQueue:
-    """The queued requests of one partition."""
-
-    def __init__(
-        self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
-    ) -> None:
-        """`workers` are the partition's workers, by id. Call `worker_changed` for each change."""
-        self._workers = workers
-        self._policy = policy
-        # Whether the policy needs `uncached_tokens` of each request.
-        self.asks_work = policy in ("wspt", "least-work")
-        self._lines: dict[Ties, Line] = {}
-        self.serial = 0  # serial of the request that was queued last
-        self._size = 0
-        self.hopeless: set[Line] = set()  # lines whose requests no registered rank can serve
-        self.is_moving = False  # while requests are being admitted
-        self.is_due = False  # a later turn of the loop will admit more
-        self.isl_tokens = 0  # sum over the queued requests
-        self.admitted = 0  # how many were admitted, and their total waiting time
-        self.waited_s = 0.0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def lines(self) -> Iterable[Line]:
-        return self._lines.values()
-
-    def in_order(self) -> list[Parked]:
-        """Return the queued requests in order, as a new list."""
-        return sorted((item for line in self._lines.values() for item in line.items), key=_place)
-
-    def park(
-        self,
-        request: SelectionRequest,
-        now: float,
-        on_answer: Callable[[Parked, Placement | Exception], None],
-        uncached_tokens: int = 0,
-    ) -> Parked:
-        """Queue a request. `uncached_tokens`: the tokens to prefill, if the policy needs them."""
-        ties = request.pinned, request.allowed_worker_ids, request.required_taints
-        line = self._lines.get(ties)
-        if line is None:
-            line = self._lines[ties] = self._new_line(ties)
-        self.serial += 1
-        score = self._score(request.priority_jump, now, uncached_tokens)
-        parked = Parked(request, now, self.serial, score, on_answer, line)
-        bisect.insort(line.items, parked, key=_place)
-        self._size += 1
-        self.isl_tokens += request.prompt.isl_tokens
-        return parked
-
-    def _score(self, priority_jump: float, now: float, uncached_tokens: int) -> float:
-        jump = priority_jump if priority_jump > 0.0 else 0.0  # 0.0 also for NaN
-        if self._policy == "fcfs":
-            return jump - now
-        if self._policy == "lcfs":
-            return jump + now
-        if self._policy == "least-work":
-            return jump - now - uncached_tokens / AGING_TOKENS_PER_S
-        return (1.0 + jump) / max(1, uncached_tokens)
-
-    def _new_line(self, ties: Ties) -> Line:
-        line = Line(ties)
-        pinned = ties[0]
-        if pinned is None:
-            for worker in self._workers.values():
-                line.open_worker(worker)
-        elif (only := self._workers.get(pinned.worker_id)) is not None:
-            line.open_worker(only)
-        if not line.ranks:
-            self.hopeless.add(line)
-        return line
-
-    def leave(self, parked: Parked) -> bool:
-        """Remove a request from the queue. Returns False if the request is no longer queued."""
-        line = parked.line
-        if self._lines.get(line.ties) is not line:
-            return False
-        at = bisect.bisect_left(line.items, parked.key, key=_place)
-        if at == len(line.items) or line.items[at] is not parked:
-            return False
-        del line.items[at]
-        if not line.items:
-            del self._lines[line.ties]
-            self.hopeless.discard(line)
-        self._size -= 1
-        self.isl_tokens -= parked.request.prompt.isl_tokens
-        return True
-
-    def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
-        """Update which ranks the queued requests may use, because a worker was added (`old` is
-        None), removed (`new` is None) or changed."""
-        for line in self._lines.values():
-            if old is not None:
-                line.close_worker(old)
-            if new is not None:
-                line.open_worker(new)
-            if line.ranks:
-                self.hopeless.discard(line)
-            else:
-                self.hopeless.add(line)
-
 
 # For up to this many allowed workers, ranks are looked up each time. Results for larger sets are
 # cached, at most this many; 6 MB of ids at most.
@@ -263,7 +40,7 @@ class Partition:
     `everyone`: all ranks. `candidates`: the ranks that a request without restrictions may use.
     Draining ranks are never candidates. Ejected ranks are candidates only if there are no others.
     `busy`: ranks whose load exceeds the busy threshold. `tainted`: the ranks of workers, by taint.
-    `room`: the ranks with room for queued requests; None if requests are not queued."""
+    `queue.room`: the ranks with room for queued requests; None if requests are not queued."""
 
     def __init__(
         self,
@@ -275,8 +52,7 @@ class Partition:
         prefill_load_scale: float = 1.0,
         *,
         request_weight: float = 0.0,
-        queue_threshold: float | None = None,
-        queue_policy: QueuePolicy = "fcfs",
+        queue: Queue | None = None,
         ledgers: Ledgers | None = None,
         ejection: EjectionSettings | None = None,
         routed: RoutedPrompts | None = None,
@@ -293,7 +69,7 @@ class Partition:
         self.routed = routed
         # The predicted blocks, if they are separate from those known from events.
         self.predicted = None if routed is None or routed.index is index else routed.index
-        self.established = True
+        self.established = False  # until a worker can be scheduled
         # From a recovered index: last batch of each source that was not subscribed to since.
         self.watermarks: dict[RankKey, int] = {}
         self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
@@ -309,8 +85,7 @@ class Partition:
         self.fullness = Fullness(index, self.order, self.workers)
         # Workers whose record names this partition and was complete at some time.
         self.members: set[int] = set()
-        self.parked = ParkedQueue(self.workers, queue_policy)
-        self.room = None if queue_threshold is None else Headroom(queue_threshold)
+        self.queue = Queue() if queue is None else queue
         self._gone = RankCounts()  # totals of removed ranks
         self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # request counts by route
         self.threshold = OFF
@@ -325,7 +100,7 @@ class Partition:
     def _listen(self) -> None:
         """Set the callback that updates load order, busy ranks and queue when a load changes."""
         told = self._judge if self.threshold.is_set else self.order.changed
-        room, slots = self.room, self.slots
+        room, slots = self.queue.room, self.slots
         if room is None:
             slots.on_load_change = told
             return
@@ -361,8 +136,8 @@ class Partition:
             if self.threshold.is_set:
                 self._limits[load.key] = limits
                 self._judge(load)
-            if self.room is not None:
-                self.room.put(load, worker.max_num_batched_tokens, limits)
+            if self.queue.room is not None:
+                self.queue.room.put(load, worker.max_num_batched_tokens, limits)
 
     def _judge(self, load: RankLoad) -> None:
         """Check whether a rank's load is above its busy threshold, and record the result."""
@@ -380,6 +155,9 @@ class Partition:
         for load in self.slots.ranks.values():
             total.add(load.counts)
         return total
+
+    def count_shed(self, asked_at: str) -> None:
+        self.shed[asked_at] = self.shed.get(asked_at, 0) + 1
 
     # -- health --------------------------------------------------------------------------------
 
@@ -406,10 +184,11 @@ class Partition:
         if candidates == self.candidates:
             return False
         self.candidates = candidates
-        if self.room is not None:
-            self.room.avoided = self.everyone & ~candidates
+        room = self.queue.room
+        if room is not None:
+            room.avoided = self.everyone & ~candidates
             # Queued requests may be eligible for other ranks now.
-            self.room.came_free |= self.everyone
+            room.came_free |= self.everyone
         return True
 
     # -- busy ----------------------------------------------------------------------------------
@@ -437,6 +216,8 @@ class Partition:
     def put_worker(self, spec: WorkerSpec, is_draining: bool = False) -> list[Reservation]:
         """Add or replace a worker. Returns the reservations on ranks that the worker lost."""
         worker_id = spec.worker_id
+        if not self.established:
+            self.established, self.is_eagle = True, bool(spec.is_eagle)
         old = self.workers.get(worker_id)
         dropped: list[Reservation] = []
         if old is not None and old.endpoint != (spec.endpoint or ""):
@@ -451,7 +232,7 @@ class Partition:
             if load.bucket is None:
                 self.order.add(load)
                 self.everyone |= load.mask
-                load.came_after = self.parked.serial
+                load.came_after = self.queue.serial
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)
         if self.routed is not None:
@@ -466,22 +247,33 @@ class Partition:
         if is_draining:
             self.draining |= worker.mask
         self._allowed.clear()
-        self.parked.worker_changed(old, worker)
+        self.queue.worker_changed(old, worker)
         self.order.moved |= worker.mask
         self._limit(worker)
         self._admit()
         self.members.add(worker_id)
         return dropped
 
+    def restore(self, members: Iterable[int]) -> None:
+        """Make this a partition in which these workers were once schedulable."""
+        self.established = True
+        self.members.update(members)
+
+    def leave(self, worker_id: int) -> bool:
+        """Remove a worker from `members`. Returns True if it was the last one."""
+        if worker_id not in self.members:
+            return False
+        self.members.discard(worker_id)
+        return not self.members
+
     def remove_worker(self, worker_id: int) -> list[Reservation]:
         """Remove a worker. Returns the reservations that were on its ranks."""
-        for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
-            del self.watermarks[rank]
+        self._drop_watermarks(worker_id)
         dropped: list[Reservation] = []
         worker = self.workers.pop(worker_id)
         self._take_taints(worker)
         self._allowed.clear()
-        self.parked.worker_changed(worker, None)
+        self.queue.worker_changed(worker, None)
         for load in worker.loads:
             dropped += self._drop_rank(load)
         if self.routed is not None:
@@ -512,9 +304,16 @@ class Partition:
         """If the worker is not registered, drop blocks copied from peers. Returns how many."""
         if worker_id in self.workers:
             return 0
+        self._drop_watermarks(worker_id)
+        return self.index.drop_worker(worker_id)
+
+    def take_watermark(self, rank: RankKey) -> int | None:
+        """Return the last batch in a peer's dump of this rank, once: its source goes on there."""
+        return self.watermarks.pop(rank, None)
+
+    def _drop_watermarks(self, worker_id: int) -> None:
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
             del self.watermarks[rank]
-        return self.index.drop_worker(worker_id)
 
     def _drop_rank(self, load: RankLoad) -> list[Reservation]:
         self.order.remove(load)
@@ -527,8 +326,8 @@ class Partition:
         self.draining &= others
         self.busy &= others
         self._limits.pop(load.key, None)
-        if self.room is not None:
-            self.room.drop(load)
+        if self.queue.room is not None:
+            self.queue.room.drop(load)
         if self.routed is not None:
             self.routed.drop_rank(load.key)
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)

@@ -2,10 +2,9 @@
 prefer a worker (its target) or the rank of its session. `choice.py` chooses among the ranks.
 Spec selection.md 3.1, 3.3 and 4."""
 
-from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
+from lean_selector.core.errors import NO_ENDPOINTS, AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.selection.choice import NO_ENDPOINTS
 from lean_selector.core.selection.cost import cached_tokens
 from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit
 from lean_selector.core.selection.partition import Partition

@@ -68,6 +68,15 @@ class SessionTables:
         self.first_sequence = first_sequence
         self.tell = tell
 
+    def publish(
+        self,
+        writer_id: int,
+        first_sequence: Callable[[], int],
+        tell: Callable[[SessionEvent], None],
+    ) -> None:
+        """Publishes the bindings of all tables that are made from now on."""
+        self.writer_id, self.first_sequence, self.tell = writer_id, first_sequence, tell
+
     def new_table(self, model_name: str, tenant_id: str) -> "SessionTable":
         return SessionTable(model_name, tenant_id, self)
 

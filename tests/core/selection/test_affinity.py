@@ -9,8 +9,8 @@ import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
 from lean_selector.core.load.shapes import Booking, BusyThreshold
-from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.peer_sessions import HOLD_S, MAX_WAITING, PeerSessions
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Placement
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
@@ -43,7 +43,7 @@ def sessions_of(driven: DrivenSelector) -> SessionTable:
     return sessions
 
 
-def rank_of(outcome: Placement | Parked) -> tuple[int, int]:
+def rank_of(outcome: Placement | Waiting) -> tuple[int, int]:
     assert isinstance(outcome, Placement)
     return outcome.worker_id, outcome.dp_rank
 
@@ -163,22 +163,22 @@ def test_a_hard_session_goes_to_its_rank_though_that_is_busy_and_is_shed_with_al
 
 def test_a_session_does_not_enter_the_question_whether_to_wait() -> None:
     driven = fleet(queue_threshold=50.0)
-    driven.selector.free("load 1", driven.now)
+    driven.selector.reservations.free("load 1", driven.now)
     assert book(driven, "a", allowed={1}) == (1, 1)
     driven.reserve("load 1", (1, 1), isl_tokens=90, prefill=90)
     assert book(driven, "b") == (1, 1)  # worker 2 is idle
     driven.reserve("load 2", (2, 0), isl_tokens=100, prefill=100)
-    assert isinstance(driven.book("c", session_id="s"), Parked)
-    driven.selector.free("load 2", driven.now)
+    assert isinstance(driven.book("c", session_id="s"), Waiting)
+    driven.selector.reservations.free("load 2", driven.now)
     assert driven.placed("c") == (1, 1)
 
 
 def test_who_waits_goes_where_its_session_was_bound_meanwhile() -> None:
     driven = fleet(queue_threshold=50.0)
     driven.reserve("load 2", (2, 0), isl_tokens=100, prefill=100)
-    assert isinstance(driven.book("a", session_id="s"), Parked)
-    assert isinstance(driven.book("b", session_id="s"), Parked)
-    driven.selector.free("load 1", driven.now)
+    assert isinstance(driven.book("a", session_id="s"), Waiting)
+    assert isinstance(driven.book("b", session_id="s"), Waiting)
+    driven.selector.reservations.free("load 1", driven.now)
     assert driven.placed("a") == driven.placed("b") == (1, 1)
 
 
@@ -199,7 +199,7 @@ def test_a_soft_session_stays_until_another_rank_is_cheaper_by_more_than_the_bon
     assert select(driven) == (1, 1)
     driven.reserve("more", (1, 1), isl_tokens=40, prefill=40)
     assert select(driven) == book(driven, "b") == (2, 0)
-    driven.selector.free("load 1", driven.now)
+    driven.selector.reservations.free("load 1", driven.now)
     assert select(driven) == (2, 0)  # there it is bound now
     assert sessions_of(driven).counts.moved == 1
 
@@ -422,7 +422,7 @@ def test_sessions_go_where_frames_of_a_peer_sent_them_at_the_reference() -> None
         if what == "local booking binds session loc (lease held)":
             goes_to("loc", "default", books=True, reservation_id="loc")
         elif what.startswith("DELETE of the booking"):
-            driven.selector.free("loc", driven.now)
+            driven.selector.reservations.free("loc", driven.now)
         elif what.startswith("next local binding"):
             goes_to("loc2", "default", books=True, reservation_id="loc2")
         if "messages_published" in case and not what.startswith("(defect)"):

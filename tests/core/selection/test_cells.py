@@ -75,7 +75,7 @@ def test_a_selection_costs_a_few_steps_for_each_rank(
         driven = fleet(ranks)
         request = driven.request(list(range(1, ranks + 1)), 4 * ranks, **changes)
         partition, select = driven.partition, driven.selector.select
-        return lines_run(lambda: select(partition, request, 0.0, lambda *_: None))
+        return lines_run(lambda: select(partition, request, 0.0))
 
     assert steps(MANY) <= 1.2 * MANY / FEW * steps(FEW)
 

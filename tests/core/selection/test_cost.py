@@ -189,4 +189,4 @@ def test_a_model_may_have_a_policy_of_its_own() -> None:
     assert terms_of("slow") == terms(RouterSettings(policy="latency"))
     assert terms_of("plain") == terms(RouterSettings())
     assert (slow.order.scale, plain.order.scale) == (terms_of("slow").scale, 1.0)
-    assert (slow.parked.asks_work, plain.parked.asks_work) == (True, False)
+    assert (slow.queue.asks_work, plain.queue.asks_work) == (True, False)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.selection.partition import Parked
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import HINT, OUTLOOK, FetchHint, Placement, RankOutlook
 from tests.support.driven_selector import DrivenSelector, pack
 
@@ -89,14 +89,14 @@ def waiting_while_2_holds(blocks: int) -> DrivenSelector:
     driven = holding({1: 0, 2: blocks}, queue_threshold=1.0)
     driven.reserve("busy", (1, 0))
     waits = driven.book("r", hashes=PROMPT, pin=(1, 0), adds=OUTLOOK | HINT)
-    assert isinstance(waits, Parked)
+    assert isinstance(waits, Waiting)
     return driven
 
 
 def test_who_waited_is_told_what_is_held_when_it_goes() -> None:
     driven = waiting_while_2_holds(3)
     driven.partition.index.remove(2, 0, Tier.DEVICE, [202, 201])
-    driven.selector.free("busy", driven.now)
+    driven.selector.reservations.free("busy", driven.now)
     assert hint_of(driven.answers["r"]) == FetchHint((200,), "http://control2")
 
 
@@ -115,5 +115,5 @@ def test_a_worker_that_lost_its_cache_while_a_request_waited_is_not_named_to_it(
 ) -> None:
     driven = waiting_while_2_holds(2)
     lose(driven)
-    driven.selector.free("busy", driven.now)
+    driven.selector.reservations.free("busy", driven.now)
     assert hint_of(driven.answers["r"]) is None

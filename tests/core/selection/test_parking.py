@@ -7,16 +7,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from lean_selector.core.selection.partition import AGING_TOKENS_PER_S, Parked, ParkedQueue
+from lean_selector.core.selection.queue import AGING_TOKENS_PER_S, Queue, Waiting
 from lean_selector.core.selection.router_settings import CostTerms, QueuePolicy
-from lean_selector.core.selection.shapes import Placement, SelectionRequest
+from lean_selector.core.selection.shapes import SelectionRequest
 from tests.support.driven_selector import prompt_of
 
 TERMS = CostTerms(1.0, 0.0, 1.0, 0.0, True)
-
-
-def never(_: Parked, outcome: Placement | Exception) -> None:
-    raise AssertionError(f"a queue answers nobody: {outcome}")
 
 
 def request(isl_tokens: int = 1, strict: int = 0, jump: float = 0.0) -> SelectionRequest:
@@ -27,8 +23,8 @@ def request(isl_tokens: int = 1, strict: int = 0, jump: float = 0.0) -> Selectio
 
 @pytest.mark.parametrize("policy", get_args(QueuePolicy))
 def test_a_jump_that_is_no_number_is_none(policy: QueuePolicy) -> None:
-    queue = ParkedQueue({}, policy)
-    items = [queue.park(request(jump=jump), 0.0, never) for jump in (0.0, math.nan, 0.0, 1.0)]
+    queue = Queue(policy=policy)
+    items = [queue.park(request(jump=jump), 0.0) for jump in (0.0, math.nan, 0.0, 1.0)]
     assert queue.in_order() == [items[3], *items[:3]]
     assert [queue.leave(item) for item in queue.in_order()] == [True] * 4
     assert (len(queue), queue.isl_tokens) == (0, 0)
@@ -53,17 +49,17 @@ WENT: dict[QueuePolicy, list[str]] = {
 
 @pytest.mark.parametrize("policy", WENT)
 def test_those_who_wait_go_in_the_order_in_which_1_6_1_let_them_go(policy: QueuePolicy) -> None:
-    queue, names = ParkedQueue({}, policy), dict[Parked, str]()
+    queue, names = Queue(policy=policy), dict[Waiting, str]()
     for number, (name, (tokens, cached, strict, jump)) in enumerate(CAME.items()):
         asked = request(tokens, strict, jump)
-        names[queue.park(asked, 0.01 * number, never, tokens - cached)] = name
+        names[queue.park(asked, 0.01 * number, tokens - cached)] = name
     assert [names[each] for each in queue.in_order()] == WENT[policy]
 
 
 def test_an_item_of_another_queue_is_not_taken_for_ones_own() -> None:
-    one, other = ParkedQueue({}), ParkedQueue({})
-    foreign = other.park(request(), 0.0, never)
-    one.park(request(), 0.0, never)
+    one, other = Queue(), Queue()
+    foreign = other.park(request(), 0.0)
+    one.park(request(), 0.0)
     assert not one.leave(foreign)
     assert len(one) == 1
 
@@ -74,11 +70,11 @@ def test_the_least_work_goes_first_and_nobody_starves(
 ) -> None:
     """However many come: a request is passed only by those that have less to compute, and came so
     soon after it that its own work, at the rate of aging, takes longer."""
-    queue = ParkedQueue({}, "least-work")
-    now, work = 0.0, dict[Parked, int]()
+    queue = Queue(policy="least-work")
+    now, work = 0.0, dict[Waiting, int]()
     for later_by, uncached in arrivals:
         now += later_by
-        work[queue.park(request(), now, never, uncached)] = uncached
+        work[queue.park(request(), now, uncached)] = uncached
     in_order = queue.in_order()
     for place, first in enumerate(in_order):
         for second in in_order[place + 1 :]:

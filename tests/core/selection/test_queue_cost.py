@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.partition import Parked
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import Placement
 from tests.support.driven_selector import DrivenSelector
 from tests.support.operations import lines_run as steps
@@ -35,7 +35,7 @@ def park(driven: DrivenSelector, count: int, workers: int, ties: str) -> None:
             "taint": {"required_taints": frozenset("a")},
         }
         changes = kinds[ties]
-        assert isinstance(driven.book(f"p{number}", isl_tokens=99, **changes), Parked)
+        assert isinstance(driven.book(f"p{number}", isl_tokens=99, **changes), Waiting)
 
 
 TIES = pytest.mark.parametrize("ties", ["any", "pinned", "allowed", "taint"])
@@ -46,7 +46,7 @@ def test_a_selection_with_a_queue_that_is_empty_goes_as_without_one(workers: int
     def cost(driven: DrivenSelector) -> int:
         request = driven.request([1, 2], 8)
         partition = driven.partition
-        return steps(lambda: driven.selector.select(partition, request, 0.0, lambda *_: None))
+        return steps(lambda: driven.selector.select(partition, request, 0.0))
 
     assert cost(fleet(workers, queue_threshold=1.0)) <= 1.3 * cost(fleet(workers))
 
@@ -56,10 +56,10 @@ def test_a_selection_costs_the_same_however_large_the_fleet_and_whoever_waits() 
         driven = fleet(workers, queue_threshold=1.0)
         if waits:
             driven.reserve("hog", (1, 0), isl_tokens=99, prefill=99)
-            assert isinstance(driven.book("pinned", pin=(1, 0)), Parked)
+            assert isinstance(driven.book("pinned", pin=(1, 0)), Waiting)
         request = driven.request([1, 2], 8)
         partition = driven.partition
-        return steps(lambda: driven.selector.select(partition, request, 0.0, lambda *_: None))
+        return steps(lambda: driven.selector.select(partition, request, 0.0))
 
     for waits in (False, True):
         assert cost(400, waits) <= cost(40, waits) + 40  # the draw is by halves
@@ -71,7 +71,7 @@ def test_parking_costs_the_same_however_large_the_fleet() -> None:
         request = driven.request([1, 2], 8)
         partition = driven.partition
         park(driven, 1, workers, "any")
-        return steps(lambda: driven.selector.select(partition, request, 0.0, lambda *_: None))
+        return steps(lambda: driven.selector.select(partition, request, 0.0))
 
     assert cost(400) == cost(40)
 
@@ -81,7 +81,7 @@ def test_an_event_that_frees_no_rank_costs_the_same_whoever_waits(ties: str) -> 
     def cost(workers: int, parked: int) -> int:
         driven = full_fleet(workers)
         park(driven, parked, workers, ties)
-        spent = steps(lambda: driven.selector.free("small1", 1.0))
+        spent = steps(lambda: driven.selector.reservations.free("small1", 1.0))
         assert not driven.answers
         return spent
 
@@ -93,8 +93,8 @@ def test_a_rank_that_comes_free_costs_who_goes_and_one_look_at_every_other_line(
     def cost(parked: int) -> int:
         driven = full_fleet(40)
         park(driven, parked, 40, ties)
-        driven.selector.free("small1", 1.0)
-        spent = steps(lambda: driven.selector.free("hog1", 1.0))
+        driven.selector.reservations.free("small1", 1.0)
+        spent = steps(lambda: driven.selector.reservations.free("hog1", 1.0))
         assert len(driven.answers) == 1
         return spent
 
@@ -107,8 +107,8 @@ def test_those_who_may_go_elsewhere_only_are_looked_at_line_by_line() -> None:
     """Not request by request, and not against every worker."""
     driven = full_fleet(400)
     park(driven, 1000, 400, "pinned")
-    driven.selector.free("small1", 1.0)
-    spent = steps(lambda: driven.selector.free("hog1", 1.0))
+    driven.selector.reservations.free("small1", 1.0)
+    spent = steps(lambda: driven.selector.reservations.free("hog1", 1.0))
     assert list(driven.answers) == ["p1"]
     assert spent <= 10 * 400
 
@@ -122,7 +122,7 @@ def test_expired_bookings_that_free_no_rank_cost_no_look_at_the_queue() -> None:
         driven.now = 9.0
         driven.reserve("hog", (1, 0), isl_tokens=99, prefill=99)
         park(driven, parked, 1, "any")
-        return steps(lambda: driven.selector.expire(11.0, 50))
+        return steps(lambda: driven.selector.reservations.expire(11.0, 50))
 
     assert cost(1000) == cost(1)
 
@@ -132,9 +132,9 @@ def test_a_whole_queue_that_may_go_is_one_walk() -> None:
         driven = full_fleet(1)
         for number in range(parked):
             request = driven.request([], 9)
-            assert isinstance(driven.submit(f"s{number}", request), Parked)
-        driven.selector.free("small0", 1.0)
-        spent = steps(lambda: driven.selector.free("hog0", 1.0))
+            assert isinstance(driven.submit(f"s{number}", request), Waiting)
+        driven.selector.reservations.free("small0", 1.0)
+        spent = steps(lambda: driven.selector.reservations.free("hog0", 1.0))
         assert len(driven.answers) == parked
         assert all(isinstance(answer, Placement) for answer in driven.answers.values())
         return spent

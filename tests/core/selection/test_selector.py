@@ -4,6 +4,7 @@ Who waits, who goes where and when, whatever happens, is in tests/properties/tes
 what is booked, for whom peers hear of it, in tests/core/replication/test_ledger.py.
 """
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorEr
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
 from tests.support.bookings import book
@@ -98,21 +99,24 @@ def test_a_pipelined_request_does_not_overtake_who_is_about_to_be_let_go(
     fill(queueing, 1)
     order = []
 
-    def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
-        order.append(parked.request.reservation_id)
+    def on_answer(name: str, outcome: Placement | Exception) -> None:
+        order.append(name)
         if order == ["a"]:
             late = queueing.request([], 10, books=True, reservation_id="late")
-            assert isinstance(submit(late), Parked)
+            assert isinstance(submit(late), Waiting)
 
-    def submit(request: SelectionRequest) -> Placement | Parked:
-        return queueing.selector.select(queueing.partition, request, queueing.now, on_answer)
+    def submit(request: SelectionRequest) -> Placement | Waiting:
+        found = queueing.selector.select(queueing.partition, request, queueing.now)
+        if isinstance(found, Waiting):
+            found.on_answer = partial(on_answer, request.reservation_id)
+        return found
 
     for name in "ab":
         submit(queueing.request([], 9, books=True, reservation_id=name))
-    queueing.selector.free("fill1", queueing.now)
+    queueing.selector.reservations.free("fill1", queueing.now)
     assert order == ["a", "b"]
     assert queueing.pending() == (1, 10)
-    queueing.selector.free("a", queueing.now)
+    queueing.selector.reservations.free("a", queueing.now)
     assert order == ["a", "b", "late"]
 
 
@@ -122,7 +126,7 @@ def test_a_conflict_found_late_is_the_answer(queueing: DrivenSelector) -> None:
     queueing.book("twice", isl_tokens=1)
     second = queueing.request([], 1, books=True, reservation_id="twice")
     queueing.submit("second", second)
-    queueing.selector.free("fill1", queueing.now)
+    queueing.selector.reservations.free("fill1", queueing.now)
     assert queueing.placed("twice") == (1, 0)
     assert error_of(queueing, "second") == (
         409,
@@ -136,7 +140,7 @@ def test_in_the_16_dialect_a_conflict_found_late_is_told_as_one_found_early() ->
     fill(driven, 1)
     driven.book("r", isl_tokens=1)
     copy(driven, "r", ("default", "default"), (1, 0))
-    driven.selector.free("fill1", driven.now)
+    driven.selector.reservations.free("fill1", driven.now)
     assert error_of(driven, "r") == (409, "selection r is already reserved or being reserved")
 
 
@@ -151,7 +155,7 @@ def test_what_breaks_for_one_that_waited_is_its_own_answer_and_the_others_go_on(
     queueing.book("broken", isl_tokens=1, preferred_taints=broken)
     queueing.book("last", isl_tokens=1)
     assert queueing.pending() == (3, 3)
-    queueing.selector.prefill_complete("fill1", queueing.now)
+    queueing.selector.reservations.prefill_complete("fill1", queueing.now)
     assert isinstance(queueing.answers["broken"], TypeError)
     assert [queueing.placed(name) for name in ("first", "last")] == [(1, 0), (1, 0)]
     assert queueing.pending() == (0, 0)
@@ -163,15 +167,16 @@ def test_an_answer_may_free_what_the_next_one_takes(queueing: DrivenSelector) ->
     fill(queueing, 1)
     order = []
 
-    def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
-        name = parked.request.reservation_id
+    def on_answer(name: str, outcome: Placement | Exception) -> None:
         order.append(name)
-        queueing.selector.prefill_complete(name, queueing.now)
+        queueing.selector.reservations.prefill_complete(name, queueing.now)
 
     for name in "abc":
         request = queueing.request([], 17, books=True, reservation_id=name)
-        queueing.selector.select(queueing.partition, request, queueing.now, on_answer)
-    queueing.selector.free("fill1", queueing.now)
+        found = queueing.selector.select(queueing.partition, request, queueing.now)
+        assert isinstance(found, Waiting)
+        found.on_answer = partial(on_answer, name)
+    queueing.selector.reservations.free("fill1", queueing.now)
     assert order == ["a", "b", "c"]
     assert queueing.pending() == (0, 0)
 
@@ -191,17 +196,18 @@ def test_a_stop_answers_no_more_to_who_hangs_up_on_the_answer_of_another(
 ) -> None:
     """As when one client had sent both, pipelined, and closes on the first error."""
     fill(queueing, 1, 2)
-    parked: list[Parked] = []
+    parked: list[Waiting] = []
     answered: list[str] = []
 
-    def on_answer(answer_to: Parked, outcome: Placement | Exception) -> None:
-        answered.append(answer_to.request.reservation_id)
-        queueing.selector.hung_up(queueing.partition, parked[1], queueing.now)
+    def on_answer(name: str, outcome: Placement | Exception) -> None:
+        answered.append(name)
+        parked[1].cancel(queueing.now)
 
     for name in "ab":
         request = queueing.request([], 1, books=True, reservation_id=name)
-        waits = queueing.selector.select(queueing.partition, request, queueing.now, on_answer)
-        assert isinstance(waits, Parked)
+        waits = queueing.selector.select(queueing.partition, request, queueing.now)
+        assert isinstance(waits, Waiting)
+        waits.on_answer = partial(on_answer, name)
         parked.append(waits)
     queueing.selector.refuse_parked(Unavailable("stopping"))
     assert answered == ["a"]
@@ -219,15 +225,17 @@ def crowd() -> DrivenSelector:
     driven.register(2)
     fill(driven, 1, 2)
     for number in range(100):
-        assert isinstance(driven.submit(f"r{number}", driven.request([], 1)), Parked)
+        assert isinstance(driven.submit(f"r{number}", driven.request([], 1)), Waiting)
     return driven
 
 
 def test_one_event_lets_some_go_in_each_turn(crowd: DrivenSelector) -> None:
-    crowd.selector.free("fill1", crowd.now)
+    crowd.selector.reservations.free("fill1", crowd.now)
     gone = [len(crowd.answers)]
     while crowd.turns:
-        crowd.selector.prefill_complete("fill2", crowd.now)  # no other event hurries it
+        crowd.selector.reservations.prefill_complete(
+            "fill2", crowd.now
+        )  # no other event hurries it
         assert len(crowd.answers) == gone[-1]
         crowd.turn()
         gone.append(len(crowd.answers))
@@ -236,8 +244,8 @@ def test_one_event_lets_some_go_in_each_turn(crowd: DrivenSelector) -> None:
 
 
 def test_who_comes_while_some_have_still_to_go_is_behind_them(crowd: DrivenSelector) -> None:
-    crowd.selector.free("fill1", crowd.now)
-    assert isinstance(crowd.submit("late", crowd.request([], 1)), Parked)
+    crowd.selector.reservations.free("fill1", crowd.now)
+    assert isinstance(crowd.submit("late", crowd.request([], 1)), Waiting)
     while crowd.turns:
         crowd.turn()
     assert list(crowd.answers)[-2:] == ["r99", "late"]
@@ -276,7 +284,7 @@ def test_overlap_is_looked_up_again_after_a_long_wait(
     driven.book("r", hashes=[1, 2, 3], isl_tokens=12)
     driven.partition.index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
     driven.now = waited
-    driven.selector.free("fill1", driven.now)
+    driven.selector.reservations.free("fill1", driven.now)
     outcome = driven.answers["r"]
     assert isinstance(outcome, Placement)
     assert outcome.overlap.gpu == gpu
@@ -323,13 +331,13 @@ def test_a_copy_in_one_partition_does_not_keep_an_id_from_another(
 def test_a_call_acts_on_the_local_booking_alone(two_models: DrivenSelector) -> None:
     copy(two_models, "r", ("m", "default"), (2, 0))
     two_models.reserve("r", hashes=[1])
-    two_models.selector.prefill_complete("r", 0.0)
-    two_models.selector.output_block("r", None, 0.0)
+    two_models.selector.reservations.prefill_complete("r", 0.0)
+    two_models.selector.reservations.output_block("r", None, 0.0)
     assert two_models.loads() == {
         ("default", "default"): {(1, 0): (0, 2, 1)},
         ("m", "default"): {(2, 0): (5, 0, 1)},
     }
-    two_models.selector.free("r", 0.0)
+    two_models.selector.reservations.free("r", 0.0)
     assert two_models.loads()["m", "default"] == {(2, 0): (5, 0, 1)}
 
 
@@ -338,15 +346,15 @@ def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
 ) -> None:
     copy(two_models, "r", ("default", "default"), (1, 0))
     copy(two_models, "r", ("m", "default"), (2, 0))
-    two_models.selector.prefill_complete("r", 0.0)
+    two_models.selector.reservations.prefill_complete("r", 0.0)
     assert two_models.loads() == {
         ("default", "default"): {(1, 0): (0, 0, 1)},
         ("m", "default"): {(2, 0): (0, 0, 1)},
     }
-    two_models.selector.free("r", 0.0)
+    two_models.selector.reservations.free("r", 0.0)
     assert two_models.told == [("prefill_completed", "r")] * 2 + [("freed", "r")] * 2
     with pytest.raises(NotFound, match="reservation r not found"):
-        two_models.selector.free("r", 0.0)
+        two_models.selector.reservations.free("r", 0.0)
 
 
 # -- /reservations --------------------------------------------------------------------------------
@@ -393,7 +401,7 @@ def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked
     assert isinstance(placement, Placement)
     assert placement.effective_prefill_tokens == booked
     assert driven.loads()["default", "default"][1, 0] == (booked, 6, 1)
-    assert driven.selector.arrived() == 1
+    assert driven.selector.reservations.arrived() == 1
 
 
 # -- inspection -----------------------------------------------------------------------------------

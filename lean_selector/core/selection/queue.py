@@ -1,0 +1,422 @@
+"""The queue of one partition: requests that wait for a worker, and their admission (D11).
+
+Order (spec selection.md 3.4): strict_priority, highest first; then the policy's score, highest
+first; then arrival. With jump = max(priority_jump, 0) and work = the fewest tokens left to
+prefill on any rank at arrival, the score is jump - arrival (fcfs), jump + arrival (lcfs), (1 +
+jump) / work (wspt, weighted shortest processing time), or jump - arrival - work / AGING
+(least-work: a request is overtaken only by requests that arrive within work / AGING seconds). A
+request never blocks others that can use other ranks. So requests that may use the same ranks share
+a line, which stores the set of these ranks. Each connection has at most one queued request, which
+limits the queue.
+
+One event frees at most one rank. It costs next to nothing while no rank is below its threshold. If
+one is, each line is checked once for whether it includes the rank. Then only requests that can
+leave are visited, in the order of the queue."""
+
+import bisect
+import contextlib
+import heapq
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Protocol
+
+from lean_selector.core.errors import (
+    NO_ENDPOINTS,
+    NotFound,
+    SelectorError,
+    Unavailable,
+    WaitedTooLong,
+)
+from lean_selector.core.load.busy import Headroom
+from lean_selector.core.selection.router_settings import QueuePolicy
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
+from lean_selector.core.selection.shapes import PinnedWorker, Placement, SelectionRequest
+
+# What restricts a request to some ranks: a pin, allowed workers, required taints.
+Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
+Place = tuple[int, float, int]  # position in the queue; unique
+AGING_TOKENS_PER_S = 4_000.0  # per second of waiting
+
+# requests that one event admits per turn of the loop; takes a millisecond, answers included
+MOST_AT_ONCE = 32
+
+
+class Timer(Protocol):
+    """A scheduled call, as returned by the event loop's call_later."""
+
+    def cancel(self) -> None: ...
+
+
+CallSoon = Callable[[Callable[[], None]], object]
+CallLater = Callable[[float, Callable[[], None]], Timer]
+
+
+class Waiting:
+    """A request in the queue, whose answer comes later.
+
+    Set `on_answer` in the turn of the loop in which the selector returned this object. It is called
+    once, with the placement or with the error (always a SelectorError, unless there is a bug)."""
+
+    __slots__ = ("_queue", "_timer", "answer", "arrived_at", "key", "line", "on_answer", "request")
+
+    def __init__(
+        self,
+        queue: "Queue",
+        request: SelectionRequest,
+        arrived_at: float,
+        serial: int,
+        score: float,
+        line: "Line",
+    ) -> None:
+        self._queue = queue
+        self._timer: Timer | None = None
+        self.request = request
+        self.arrived_at = arrived_at
+        self.line = line
+        self.key: Place = (-request.strict_priority, -score, serial)
+        self.on_answer: Callable[[Placement | Exception], None] = _nobody
+        self.answer: Placement | Exception | None = None
+
+    def cancel(self, now: float) -> None:
+        """Gives up: the request leaves the queue. If it was answered in the same moment, so that
+        nobody uses the answer, the reservation is freed."""
+        if self._queue.leave(self):
+            self._queue.admit(now)
+        elif isinstance(self.answer, Placement) and self.request.books:
+            self.answer = None
+            self._queue.rules.give_back(self.request.reservation_id, now)
+
+    def limit(self, call_later: CallLater, limit_s: float) -> None:
+        """Answers with WaitedTooLong if the request still waits after `limit_s`."""
+
+        def give_up() -> None:
+            if self._queue.leave(self):
+                self.tell(WaitedTooLong(limit_s))
+
+        self._timer = call_later(limit_s, give_up)
+
+    def left(self) -> None:
+        # Otherwise the timer would keep the request and its prompt until the limit.
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def tell(self, answer: Placement | Exception) -> None:
+        self.answer = answer
+        self.on_answer(answer)
+
+
+def _nobody(answer: Placement | Exception) -> None:
+    """Ignores the answer."""
+
+
+_place = attrgetter("key")
+
+
+class Line:
+    """Queued requests that have the same `ties`: pin, allowed workers and required taints."""
+
+    __slots__ = ("items", "leads_to", "ranks", "ties")
+
+    def __init__(self, ties: Ties) -> None:
+        self.ties = ties
+        self.items: list[Waiting] = []  # in order
+        self.ranks = 0  # ranks that requests of the line may use, including busy ones
+        # If one of these comes free, requests may leave. With a pin: all ranks of the worker,
+        # because a busy rank accepts a pinned request if another rank of the worker is free.
+        self.leads_to = 0
+
+    def open_worker(self, worker: SchedulableWorker) -> None:
+        """Add to `ranks` those ranks of a new worker that this line's queued requests may use."""
+        pinned, allowed, required = self.ties
+        if not required <= worker.taints:
+            return
+        if pinned is not None:
+            if pinned.worker_id != worker.worker_id:
+                return
+            for load in worker.loads:
+                if load.dp_rank == pinned.dp_rank:
+                    self.ranks |= load.mask
+                    self.leads_to |= worker.mask
+        elif allowed is None or worker.worker_id in allowed:
+            self.ranks |= worker.mask
+            self.leads_to |= worker.mask
+
+    def close_worker(self, worker: SchedulableWorker) -> None:
+        self.ranks &= ~worker.mask
+        self.leads_to &= ~worker.mask
+
+    def is_open(self, room: Headroom) -> bool:
+        """Whether a queued request of this line can be placed now on a rank below the queue's
+        threshold. All requests of a line have the same pin, allowed workers and required taints."""
+        if self.ties[0] is None:
+            return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
+        return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
+
+
+class QueueRules:
+    """What all queues of a selector have in common."""
+
+    def __init__(
+        self,
+        free: Callable[[str, float], None] = lambda reservation_id, now: None,
+        *,
+        threshold: float | None = None,
+        max_wait_s: float | None = None,
+        call_soon: CallSoon | None = None,
+        call_later: CallLater | None = None,
+        claimed: set[str] | None = None,
+    ) -> None:
+        """`free(reservation_id, now)` ends a reservation. `threshold`: None if requests never wait.
+        `call_soon` and `call_later` are the event loop's methods: without the first, all requests
+        are admitted at once; the second is needed only with `max_wait_s`. `claimed` gets the
+        reservation ids of queued requests, if given."""
+        self._free = free
+        self.threshold = threshold
+        self.max_wait_s = max_wait_s
+        self.call_soon = call_soon
+        self.call_later = call_later
+        self.claimed = claimed
+        self.most = 1 << 60 if call_soon is None else MOST_AT_ONCE
+        self.refusal: SelectorError | None = None  # why no more requests are queued
+
+    def give_back(self, reservation_id: str, now: float) -> None:
+        with contextlib.suppress(NotFound):  # removed with its worker
+            self._free(reservation_id, now)
+
+
+class Queue:
+    """The queued requests of one partition. `room`: the ranks with room for them; None if requests
+    never wait."""
+
+    def __init__(
+        self,
+        place: "Callable[[Waiting, int, float], Placement] | None" = None,
+        policy: QueuePolicy = "fcfs",
+        rules: QueueRules | None = None,
+    ) -> None:
+        """`place(waiting, ranks, now)` chooses one of `ranks` that the request may use, and books
+        it, or raises."""
+        self._place = place
+        self._policy = policy
+        self.rules = rules = QueueRules() if rules is None else rules
+        self.room = None if rules.threshold is None else Headroom(rules.threshold)
+        # Whether the policy needs `uncached_tokens` of each request.
+        self.asks_work = policy in ("wspt", "least-work")
+        self._workers: dict[int, SchedulableWorker] = {}
+        self._lines: dict[Ties, Line] = {}
+        self.serial = 0  # serial of the request that was queued last
+        self._size = 0
+        self.hopeless: set[Line] = set()  # lines whose requests no registered rank can serve
+        self._is_moving = False  # while requests are being admitted
+        self._is_due = False  # a later turn of the loop will admit more
+        self.isl_tokens = 0  # sum over the queued requests
+        self.admitted = 0  # how many were admitted, and their total waiting time
+        self.waited_s = 0.0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def lines(self) -> Iterable[Line]:
+        return self._lines.values()
+
+    def in_order(self) -> list[Waiting]:
+        """Return the queued requests in order, as a new list."""
+        return sorted((item for line in self._lines.values() for item in line.items), key=_place)
+
+    # -- entering and leaving ------------------------------------------------------------------
+
+    def may_pass(self, room: Headroom, ranks: int) -> tuple[int, bool]:
+        """Return those of `ranks` that a new request may use, and whether it need not wait."""
+        if not self._size:  # a request without eligible rank fails at once
+            return ranks, not ranks or ranks & room.below != 0
+        ranks &= room.below  # a request that overtakes may only use ranks below the threshold
+        return ranks, ranks != 0 and not (self._is_moving or self._is_due)
+
+    def park(self, request: SelectionRequest, now: float, uncached_tokens: int = 0) -> Waiting:
+        """Queue a request. `uncached_tokens`: the tokens to prefill, if the policy needs them."""
+        rules, room = self.rules, self.room
+        if not self._size and room is not None:
+            room.came_free = 0  # no request was queued, so nobody waits for these ranks
+        ties = request.pinned, request.allowed_worker_ids, request.required_taints
+        line = self._lines.get(ties)
+        if line is None:
+            line = self._lines[ties] = self._new_line(ties)
+        self.serial += 1
+        score = self._score(request.priority_jump, now, uncached_tokens)
+        waiting = Waiting(self, request, now, self.serial, score, line)
+        bisect.insort(line.items, waiting, key=_place)
+        self._size += 1
+        self.isl_tokens += request.prompt.isl_tokens
+        if rules.claimed is not None and request.books:
+            rules.claimed.add(request.reservation_id)
+        if rules.max_wait_s is not None and rules.call_later is not None:
+            waiting.limit(rules.call_later, rules.max_wait_s)
+        if room is not None and (self._is_moving or self._is_due):
+            # The request arrived during an admission, and may be the next to leave.
+            room.came_free |= line.leads_to
+        return waiting
+
+    def _score(self, priority_jump: float, now: float, uncached_tokens: int) -> float:
+        jump = priority_jump if priority_jump > 0.0 else 0.0  # 0.0 also for NaN
+        if self._policy == "fcfs":
+            return jump - now
+        if self._policy == "lcfs":
+            return jump + now
+        if self._policy == "least-work":
+            return jump - now - uncached_tokens / AGING_TOKENS_PER_S
+        return (1.0 + jump) / max(1, uncached_tokens)
+
+    def _new_line(self, ties: Ties) -> Line:
+        line = Line(ties)
+        pinned = ties[0]
+        if pinned is None:
+            for worker in self._workers.values():
+                line.open_worker(worker)
+        elif (only := self._workers.get(pinned.worker_id)) is not None:
+            line.open_worker(only)
+        if not line.ranks:
+            self.hopeless.add(line)
+        return line
+
+    def leave(self, waiting: Waiting) -> bool:
+        """Remove a request from the queue. Returns False if the request is no longer queued."""
+        line = waiting.line
+        if self._lines.get(line.ties) is not line:
+            return False
+        at = bisect.bisect_left(line.items, waiting.key, key=_place)
+        if at == len(line.items) or line.items[at] is not waiting:
+            return False
+        del line.items[at]
+        if not line.items:
+            del self._lines[line.ties]
+            self.hopeless.discard(line)
+        self._size -= 1
+        self.isl_tokens -= waiting.request.prompt.isl_tokens
+        if self.rules.claimed is not None and waiting.request.books:
+            self.rules.claimed.discard(waiting.request.reservation_id)
+        waiting.left()
+        return True
+
+    def refuse(self, waiting: Waiting, error: SelectorError) -> None:
+        """Answer a request with `error`, unless it has left the queue."""
+        if self.leave(waiting):
+            waiting.tell(error)
+
+    def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
+        """Update which ranks the queued requests may use, because a worker was added (`old` is
+        None), removed (`new` is None) or changed."""
+        if old is not None:
+            del self._workers[old.worker_id]
+        if new is not None:
+            self._workers[new.worker_id] = new
+        for line in self._lines.values():
+            if old is not None:
+                line.close_worker(old)
+            if new is not None:
+                line.open_worker(new)
+            if line.ranks:
+                self.hopeless.discard(line)
+            else:
+                self.hopeless.add(line)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def admit(self, now: float, hopeless_after_s: float = 0.0) -> None:
+        """Fail queued requests that no worker can serve and that have waited for `hopeless_after_s`
+        seconds. Then admit queued requests that can be placed now, in order."""
+        if not self._size:
+            return
+        if self.hopeless and not self._is_due:
+            told = [
+                item
+                for line in self.hopeless
+                for item in line.items
+                if now - item.arrived_at >= hopeless_after_s
+            ]
+            for item in told[: self.rules.most]:
+                self.refuse(item, Unavailable(NO_ENDPOINTS))
+            if len(told) > self.rules.most:
+                self._go_on_later()
+        self.admit_next(now)
+
+    def admit_next(self, now: float) -> None:
+        """Admit queued requests that can be placed now, in the order of the queue, a limited number
+        in each turn of the event loop."""
+        room = self.room
+        if room is None or not self._size:
+            return
+        room.advance(now)
+        if self._is_moving or self._is_due:
+            return  # the running admission will look again
+        self._is_moving = True
+        left = self.rules.most
+        try:
+            while room.came_free and left:
+                left = self._let_go(room, left)
+        finally:
+            self._is_moving = False
+        if room.came_free:
+            self._go_on_later()
+
+    def _go_on_later(self) -> None:
+        room, call_soon = self.room, self.rules.call_soon
+        assert room is not None, "requests were parked"
+        assert call_soon is not None, "or all have gone"
+
+        def go_on() -> None:
+            self._is_due = False
+            self.admit(room.now)
+
+        self._is_due = True
+        call_soon(go_on)
+
+    def _let_go(self, room: Headroom, most: int) -> int:
+        """Admit queued requests that can use ranks that came free, at most `most`. Returns how many
+        of `most` are left. Returns early if more ranks come free; the caller then calls again."""
+        came_free, room.came_free = room.came_free, 0
+        open_lines: list[tuple[Place, Line]] = []
+        blocked: Place | None = None  # the first request that cannot leave
+        try:
+            for line in self._lines.values():
+                head = line.items[0].key
+                if line.leads_to & came_free and line.is_open(room):
+                    open_lines.append((head, line))
+                elif line.ranks and (blocked is None or head < blocked):
+                    blocked = head
+            heapq.heapify(open_lines)
+            while open_lines and most and not room.came_free:
+                key, line = open_lines[0]
+                if not line.items:
+                    heapq.heappop(open_lines)
+                elif line.items[0].key != key:
+                    heapq.heapreplace(open_lines, (line.items[0].key, line))
+                elif not line.is_open(room):
+                    heapq.heappop(open_lines)
+                    if blocked is None or key < blocked:
+                        blocked = key
+                else:
+                    passes = blocked is not None and blocked < key
+                    self._go(room, line.items[0], passes)
+                    most -= 1
+        finally:
+            if open_lines:
+                room.came_free |= came_free
+        return most
+
+    def _go(self, room: Headroom, waiting: Waiting, passes: bool) -> None:
+        """Place a queued request. If `passes`, the request overtakes earlier requests, which stay
+        queued. A request that overtakes may use only ranks below the queue's threshold."""
+        now = room.now
+        waited_s = waiting.request.waited_s = now - waiting.arrived_at
+        self.leave(waiting)
+        answer: Placement | Exception
+        try:
+            assert self._place is not None
+            answer = self._place(waiting, room.below if passes else -1, now)
+            self.admitted += 1
+            self.waited_s += waited_s
+        # a failure must reach this request, not the caller whose event admitted it
+        except Exception as error:
+            answer = error
+        waiting.tell(answer)
