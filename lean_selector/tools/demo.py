@@ -1,7 +1,8 @@
 """`lean-selector demo`: the service as a child process, with simulated engines and traffic.
 
 Registers the engines, plays traffic until the time is over or a signal arrives, ends the running
-requests, stops the service, and prints a summary."""
+requests, stops the service, and prints a summary: what the engines had cached, and what they would
+have had if they had got the same requests in turn."""
 
 import argparse
 import asyncio
@@ -42,8 +43,9 @@ DRAIN_S = 3.0  # for running requests at the end, whose delays are cut short
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     workers = within(int, 1, MAX_WORKERS)
+    seconds = within(float, 0.001, 86_400)
     parser.add_argument(
-        "--seconds", type=within(float, 0.001, 86_400), default=20.0, help="default: 20"
+        "--seconds", type=seconds, help="default: until Ctrl-C on a terminal, else 20"
     )
     parser.add_argument(
         "--workers", type=workers, default=4, help=f"engines, 1 to {MAX_WORKERS}; default: 4"
@@ -89,6 +91,7 @@ class Demo:
         self._options = options
         self._stop = asyncio.Event()
         self._screen = Screen(sys.stdout) if sys.stdout.isatty() else None
+        self._seconds = options.seconds or (20.0 if self._screen is None else float("inf"))
         self._next_line_s = 1.0  # without a terminal: one line a second
         self._engines: dict[int, SimulatedEngine] = {}
 
@@ -154,7 +157,7 @@ class Demo:
         self, player: Player, service: ServiceProcess, tasks: Sequence[asyncio.Task[None]]
     ) -> None:
         """Redraws the output until the time is over. Raises errors of the service and `tasks`."""
-        loop, seconds = asyncio.get_running_loop(), self._options.seconds
+        loop, seconds = asyncio.get_running_loop(), self._seconds
         started = drawn = loop.time()
         calls = 0
         while not self._stop.is_set() and drawn - started < seconds:
@@ -184,9 +187,10 @@ class Demo:
                 self._next_line_s = elapsed_s + 1.0
                 print(f"{elapsed_s:5.1f} s {totals}  errors {player.error_count}", flush=True)
             return
+        until = "" if self._seconds == float("inf") else f" of {self._seconds:.0f}"
         head = [
-            f"lean-selector demo   {elapsed_s:5.1f} of {self._options.seconds:.0f} s"
-            f"   errors {player.error_count}   Ctrl-C ends it early",
+            f"lean-selector demo   {elapsed_s:5.1f}{until} s"
+            f"   errors {player.error_count}   Ctrl-C ends it",
             totals,
             "",
         ]

@@ -148,6 +148,8 @@ class EngineModel:
         self.active = 0  # admitted requests that are not finished
         self.prompt_blocks = 0
         self.hit_blocks = 0  # prompt blocks that were cached; <= prompt_blocks
+        self.requests = 0
+        self.ttft_s = 0.0  # of all requests together
         self._prefill_free_at = 0.0
 
     @property
@@ -164,6 +166,8 @@ class EngineModel:
         self.active += 1
         self.prompt_blocks += request.prompt_blocks
         self.hit_blocks += placed.hit
+        self.requests += 1
+        self.ttft_s += self._prefill_free_at - now
         running = RunningRequest(
             request, placed.hit + placed.stored, placed.hit, self._prefill_free_at
         )
@@ -188,6 +192,11 @@ class EngineModel:
 def hit_rate(engines: Sequence[EngineModel]) -> float:
     """Returns the fraction of all requests' prompt blocks that were cached; 0 without prompts."""
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
+
+
+def mean_ttft_s(engines: Sequence[EngineModel]) -> float:
+    """Returns the mean time to first token of all requests, in seconds; 0 without requests."""
+    return sum(e.ttft_s for e in engines) / max(1, sum(e.requests for e in engines))
 
 
 class SimulatedEngine(EngineModel):

@@ -1,9 +1,10 @@
 """Traffic for `lean-selector demo`: generated conversations, and a client that plays them."""
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count, cycle
 from random import Random
 from urllib.parse import quote
 
@@ -12,10 +13,13 @@ import msgspec
 from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import (
+    EngineModel,
     EngineRequest,
+    RunningRequest,
     SimulatedEngine,
     hit_rate,
     make_request,
+    mean_ttft_s,
 )
 from lean_selector.wire.fleet import Fleet
 
@@ -93,9 +97,21 @@ def percentile(values: Sequence[float], fraction: float) -> float:
     return values[min(len(values) - 1, int(len(values) * fraction))] if values else 0.0
 
 
+class RoundRobin:
+    """What engines like the given ones make of the same traffic if they get the requests in turn."""
+
+    def __init__(self, engines: Sequence[EngineModel]) -> None:
+        self.engines = [EngineModel(e.cache.capacity, e.block_size, e.speed) for e in engines]
+        self._turns = cycle(self.engines)
+
+    def begin(self, request: EngineRequest, now: float) -> tuple[EngineModel, RunningRequest]:
+        engine = next(self._turns)
+        return engine, engine.admit(request, now)[0]
+
+
 class Player:
     """Plays requests as a gateway would: select_and_reserve, prefill on the chosen engine,
-    prefill_complete, output_block per decoded block, DELETE. Counts calls, results and errors."""
+    prefill_complete, output_block per decoded block, DELETE, a report. Counts calls, results and errors."""
 
     def __init__(
         self,
@@ -111,6 +127,7 @@ class Player:
         self._engines = engines
         self._stopping = stopping
         self._model_name = model_name
+        self._in_turn = RoundRobin(list(engines.values()))
         self.calls = 0  # the service's answers to play()
         self.finished = 0  # completed requests
         self.expected_blocks = 0  # cached blocks that the service predicted on the chosen engines
@@ -118,7 +135,7 @@ class Player:
         self.errors: list[str] = []
         self.latency_s: dict[str, deque[float]] = {
             kind: deque(maxlen=LATENCY_LIMIT)
-            for kind in ("select_and_reserve", "prefill_complete", "output_block", "free")
+            for kind in ("select_and_reserve", "prefill_complete", "output_block", "free", "report")
         }
 
     async def register_workers(self) -> None:
@@ -171,7 +188,13 @@ class Player:
             ordered = sorted(samples)
             p50, p99 = percentile(ordered, 0.50) * 1e3, percentile(ordered, 0.99) * 1e3
             lines.append(f"  {kind:<22} {p50:>9.2f} ms {p99:>7.2f} ms {len(ordered):>9}")
-        return lines
+        in_turn = self._in_turn.engines
+        return [
+            *lines,
+            f"the engines' time to first token  {mean_ttft_s(engines):.2f} s on average",
+            f"  round-robin, same traffic      {mean_ttft_s(in_turn):>6.2f} s, cache hits"
+            f" {hit_rate(in_turn):.1%}",
+        ]
 
     async def play(self, request: EngineRequest) -> None:
         """Plays one request to its end. The service's errors are counted and stored, not raised."""
@@ -197,26 +220,35 @@ class Player:
         selection = msgspec.json.decode(answer, type=Selection)
         reservation = f"/reservations/{quote(request.request_id, safe='')}"
         try:
-            await self._serve(request, selection, reservation)
+            ttft_s = await self._serve(request, selection, reservation)
         finally:
             await self._timed("free", "DELETE", reservation)
+        report = {"outcome": "ok", "ttft_ms": max(0.0, 1e3 * ttft_s)}
+        await self._timed("report", "POST", f"/workers/{selection.worker_id}/report", report)
 
-    async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> None:
-        """Runs the request on the chosen engine, and reports each step to the service."""
+    async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> float:
+        """Runs the request on the chosen engine, and reports each step to the service. Returns the
+        time to first token, in seconds."""
         engine = self._engines.get(selection.worker_id)
         if engine is None:
             raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")
         self.expected_blocks += selection.overlap.gpu // engine.block_size
+        began = asyncio.get_running_loop().time()
+        other, same = self._in_turn.begin(request, began)
         running = await engine.prefill(request)
+        ttft_s = running.prefill_done_at - began
         try:
             await self._timed("prefill_complete", "POST", f"{reservation}/prefill_complete")
             for index in range(request.output_blocks):
                 if self._stopping():
                     break
                 await engine.decode(running, index)
+                other.decode_block(same, index)
                 await self._timed("output_block", "POST", f"{reservation}/output_block", {})
         finally:
             engine.finish(running)
+            other.finish(same)
+        return ttft_s
 
     async def _timed(self, kind: str, method: str, path: str, body: object = None) -> bytes:
         started = time.perf_counter()

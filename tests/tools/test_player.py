@@ -34,6 +34,7 @@ GOOD = {
     "POST /reservations/a%2Fb/prefill_complete": OK,
     "POST /reservations/a%2Fb/output_block": OK,
     "DELETE /reservations/a%2Fb": OK,
+    "POST /workers/1/report": OK,
 }
 
 
@@ -93,7 +94,7 @@ def test_a_request_goes_through_its_whole_lifecycle(
         "sequence_hashes": list(REQUEST.sequence_hashes[:2]),
         "isl_tokens": 32,
     }
-    assert (player.finished, player.calls, player.error_count) == (1, 4, 0)
+    assert (player.finished, player.calls, player.error_count) == (1, 5, 0)
     assert player.expected_blocks == 1
     assert engine.active == 0
     assert any("0 errors, load left at the end: 7" in line for line in player.report(7))
