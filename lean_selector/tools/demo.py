@@ -103,7 +103,7 @@ class Demo:
         async with answering_service(port, stopping) as (client, service):
             if stopping():
                 return ["stopped before the service was ready"], 0
-            print(f"page: http://127.0.0.1:{port}/ui", flush=True)
+            print(f"page: http://127.0.0.1:{port}/ui#decisions", flush=True)
             try:
                 for worker_id in range(1, options.workers + 1):
                     self._engines[worker_id] = SimulatedEngine(

@@ -54,13 +54,12 @@ def size_of(png: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    with demo(6) as port, chromium() as browser:
+    with demo(4) as port, chromium() as browser:
         browser.look(*SIZE)
-        browser.open(f"http://127.0.0.1:{port}/ui", patiently=True)
+        browser.open(f"http://127.0.0.1:{port}/ui#decisions", patiently=True)
         browser.wait(
             "choices.length >= 20 && [...ranks.values()].every((of) => of.overlap_tokens > 0)"
         )
-        browser.ask("document.getElementById('tab-decisions').click()")
         browser.screenshot(PICTURE)
     PICTURE.write_bytes(marked(PICTURE.read_bytes()))
 

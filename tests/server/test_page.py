@@ -120,6 +120,12 @@ def test_a_fleet_lives_is_sorted_and_shows_who_was_killed(browser: BrowserPage) 
             browser.wait("document.querySelectorAll('#choices tr').length >= 1")
             assert browser.ask("document.querySelectorAll('#why .candidate').length") == 3
             assert browser.ask("document.querySelectorAll('#why .stack i').length") >= 3
+            assert browser.ask("location.hash") == "#decisions"
+            address = browser.ask("location.href")
+            browser.open("about:blank")
+            browser.open(address)
+            browser.wait("document.getElementById('panel-fleet').hidden")
+            browser.wait("ranks.size === 3")
             browser.ask("document.getElementById('tab-fleet').click()")
 
             killed = running[1][0]
@@ -134,6 +140,8 @@ def test_a_fleet_lives_is_sorted_and_shows_who_was_killed(browser: BrowserPage) 
             )
             browser.ask("document.getElementById('tab-system').click()")
             browser.wait("document.getElementById('system').textContent.includes('worker 2')")
+            cut = "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+            assert browser.ask(f"{cut}.length") == 0
 
 
 def test_everything_is_reached_by_the_keyboard(browser: BrowserPage) -> None:

@@ -105,7 +105,7 @@ def test_a_service_that_does_not_start_is_one_clear_line_and_exit_1(
 def test_a_service_killed_on_the_way_is_one_clear_line_and_exit_1() -> None:
     with running_demo("--seconds", "600", "--workers", "2") as process:
         assert process.stdout is not None
-        assert process.stdout.readline().endswith("/ui\n")
+        assert process.stdout.readline().endswith("/ui#decisions\n")
         assert "calls/s" in process.stdout.readline()
         (service,) = children(process.pid)
         os.kill(service, signal.SIGKILL)
