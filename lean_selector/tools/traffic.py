@@ -98,7 +98,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 class RoundRobin:
-    """What engines like the given ones make of the same traffic if they get the requests in turn."""
+    """What engines like the given ones make of the same traffic in turn."""
 
     def __init__(self, engines: Sequence[EngineModel]) -> None:
         self.engines = [EngineModel(e.cache.capacity, e.block_size, e.speed) for e in engines]
@@ -111,7 +111,8 @@ class RoundRobin:
 
 class Player:
     """Plays requests as a gateway would: select_and_reserve, prefill on the chosen engine,
-    prefill_complete, output_block per decoded block, DELETE, a report. Counts calls, results and errors."""
+    prefill_complete, output_block per decoded block, DELETE, a report. Counts calls, results and
+    errors."""
 
     def __init__(
         self,
