@@ -21,6 +21,12 @@ _U64_MASK = (1 << 64) - 1
 _BLOCKS_PER_STEP = 64
 
 
+def unmarked_salt(salt: str) -> str:
+    """Return a salt without the prefix that it had for the engine. The prefix alone is a salt, too:
+    the engine keeps its blocks apart from those without a salt."""
+    return salt.removeprefix(ENGINE_SALT_PREFIX) or salt
+
+
 def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
     """Return the seed (u64) of local hashes, which depends on the LoRA adapter and cache salt."""
     seed = BASE_SEED

@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Raw
 
-from lean_selector.core.hashing import ENGINE_SALT_PREFIX
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
 from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
 from lean_selector.gateway.prompt_shapes import Unknown, Why
 
@@ -227,7 +227,7 @@ class Additions:
         if salt is None:
             return True
         if salt.startswith(ENGINE_SALT_PREFIX):
-            request.salt = salt.removeprefix(ENGINE_SALT_PREFIX) or None
+            request.salt = unmarked_salt(salt)
             return True
         if not forwards:
             request.salt = None

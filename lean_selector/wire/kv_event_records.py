@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from lean_selector.core.hashing import ENGINE_SALT_PREFIX
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
@@ -122,9 +122,9 @@ def stored_record(
     mm_hashes, unknown_keys, next_token = None, None, None
     # reported in its own field, but with the prefix that was given to the engine
     if salt is not None:
-        salt = salt.removeprefix(ENGINE_SALT_PREFIX)
+        salt = unmarked_salt(salt)
     if event.extra_keys:
-        salt = salt or _salt_of(event.extra_keys[0])
+        salt = salt or _salt_of(event.extra_keys[0], event.lora_name)
         mm_hashes, unknown_keys = _mm_hashes_of_keys(event)
     if event.lookahead_token_ids is not None:
         next_token = _token_behind(event.lookahead_token_ids, _blocks(event))
@@ -210,10 +210,19 @@ def _is_remote(locality: object, ownership: object) -> bool:
     return isinstance(ownership, str) and ownership != ""
 
 
-def _salt_of(keys: list[object] | None) -> str | None:
-    for key in keys or ():
+def _beside_adapter(keys: list[object], lora_name: str | None) -> list[object]:
+    """Return a block's extra keys but for the adapter's name, which is one of them, whatever text
+    it is. The same text may come once more, as a salt or an image."""
+    if not lora_name or lora_name not in keys:
+        return keys
+    at = keys.index(lora_name)
+    return keys[:at] + keys[at + 1 :]
+
+
+def _salt_of(keys: list[object] | None, lora_name: str | None) -> str | None:
+    for key in _beside_adapter(keys, lora_name) if keys else ():
         if isinstance(key, str) and key.startswith(ENGINE_SALT_PREFIX):
-            return key.removeprefix(ENGINE_SALT_PREFIX)
+            return unmarked_salt(key)
     return None
 
 
@@ -230,19 +239,17 @@ def _mm_hashes_of_keys(
     # An object may begin behind the block, in tokens that the engine's hash looks ahead to.
     end = event.block_size if event.lookahead_token_ids is not None else _ANYWHERE
     mm_hashes = [
-        _mm_hashes_of_block(keys, event.lora_name, end, unknown) if keys else None
+        _mm_hashes_of_block(_beside_adapter(keys, event.lora_name), end, unknown) if keys else None
         for keys in extra_keys
     ]
     return mm_hashes, unknown or None
 
 
-def _mm_hashes_of_block(
-    keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
-) -> list[int] | None:
+def _mm_hashes_of_block(keys: list[object], end: int, unknown: dict[str, int]) -> list[int] | None:
     """Return hashes of the objects (images etc.) in a block's extra keys; None if there are none.
-    An object's key is [identifier, offset < `end`], or 64 hex digits that are not `lora_name`. The
-    first 16 of 64 hex digits are the hash; identifiers of another form are hashed. Other texts,
-    integers and bytes are skipped. All other keys get one hash; `unknown` counts them by kind."""
+    An object's key is [identifier, offset < `end`], or 64 hex digits. The first 16 of 64 hex digits
+    are the hash; identifiers of another form are hashed. Other texts, integers and bytes are
+    skipped. All other keys get one hash; `unknown` counts them by kind."""
     hashes = []
     others = []
     for key in keys:
@@ -256,8 +263,7 @@ def _mm_hashes_of_block(
                 continue
         if isinstance(name, str):
             if _MM_IDENTIFIER.match(name):
-                if name is not key or name != lora_name:
-                    hashes.append(int(name[:16], 16))
+                hashes.append(int(name[:16], 16))
             elif name is not key and name:
                 hashes.append(xxh3_64_intdigest(name.encode()))
         elif not isinstance(name, int | bytes):

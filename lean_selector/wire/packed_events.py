@@ -20,7 +20,7 @@ from librt.strings import (
 from librt.vecs import vec
 from mypy_extensions import i32, i64
 
-from lean_selector.core.hashing import ENGINE_SALT_PREFIX
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
 from lean_selector.core.index.hashes_packed import mixed
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
@@ -113,7 +113,7 @@ class _Reader:
         self._medium: str | None = None
         self._adapter: str | None = None
         self._salt: str | None = None
-        self._key_salt: str | None = None  # the salt among the extra keys
+        self._marked: list[str] | None = None  # the first block's extra keys that look like a salt
         self._group: int | None = None
         self._kind: str | None = None
 
@@ -136,7 +136,8 @@ class _Reader:
 
     def _event(self) -> None:
         self._parent = self._medium = self._adapter = self._group = self._kind = None
-        self._salt = self._key_salt = None
+        self._salt = None
+        self._marked = None
         tag: i64 = self._data[self._at]
         if tag & 0xF0 == 0x80 or tag == 0xDE:
             self._of_map()
@@ -267,8 +268,8 @@ class _Reader:
         adapter, salt = self._adapter or None, self._salt
         # reported in its own field, but with the prefix that was given to the engine
         if salt is not None:
-            salt = salt.removeprefix(ENGINE_SALT_PREFIX)
-        salt = salt or self._key_salt or None
+            salt = unmarked_salt(salt)
+        salt = salt or self._salt_of_keys()
         blocks: i64 = min(i64(len(names)) >> 3, (i64(len(tokens)) >> 2) // size)
         if blocks <= PART_BLOCKS:
             names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
@@ -464,8 +465,8 @@ class _Reader:
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Read an event's extra keys, which are short texts. If the first block has a text that
-        begins with ENGINE_SALT_PREFIX, store the rest of it as cache salt. Skip other texts."""
+        """Read an event's extra keys, which are short texts. Store those of the first block that
+        begin with ENGINE_SALT_PREFIX, for `_salt_of_keys`. Skip other texts."""
         count: i64 = self._array()
         is_first = True
         while count > 0:
@@ -478,11 +479,19 @@ class _Reader:
                     if key is None:
                         raise _Unusual
                     if key.startswith(ENGINE_SALT_PREFIX):
-                        if is_first and self._key_salt is None:
-                            self._key_salt = key.removeprefix(ENGINE_SALT_PREFIX)
+                        if is_first:
+                            self._marked = [*(self._marked or ()), key]
                     elif len(key) > _MOST_KEY:
                         raise _Unusual
             is_first = False
+
+    def _salt_of_keys(self) -> str | None:
+        """Return the salt among the extra keys, one of which is the adapter's name."""
+        marked = self._marked
+        if marked is None:
+            return None
+        at: i64 = 1 if marked[0] == self._adapter else 0
+        return unmarked_salt(marked[at]) if at < i64(len(marked)) else None
 
     def _step_over(self, left: i64 = 1) -> None:
         """Skip `left` values of any kind, with everything nested in them."""
@@ -496,13 +505,17 @@ class _Reader:
                 left += (tag & 15) * 2
             elif tag < 0xA0:
                 left += tag & 15
-            elif tag < 0xC0:
-                self._at += tag & 31
-            elif tag == 0xC4 or tag == 0xD9:
+            elif tag < 0xC0 or tag == 0xD9:
+                self._at -= 1
+                self._text()  # one that is no UTF-8 makes the event unusual, used or not
+            elif tag == 0xC4:
                 length: i64 = self._byte()
                 self._at += length
             elif tag == 0xC5 or tag == 0xDA:
-                self._at += 2 + (i64(read_i16_be(data, self._at)) & 0xFFFF)
+                start = self._at + 2
+                self._at = start + (i64(read_i16_be(data, self._at)) & 0xFFFF)
+                if tag == 0xDA:
+                    data[start : self._at].decode()
             elif tag >= 0xCA and tag <= 0xD3:
                 self._at += _WIDTHS[tag - 0xCA]
             elif tag == 0xDC:

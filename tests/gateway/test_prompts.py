@@ -541,6 +541,8 @@ async def test_a_salt_is_marked_so_that_the_engines_events_tell_it() -> None:
         marked = await prompts.of(CHAT, body)
         assert marked.body is body
         assert marked.prompt.local_hashes == routed.prompt.local_hashes
+        mark = await prompts.of(CHAT, chat(cache_salt="dynamo-cache-salt:"))
+        assert mark.prompt.local_hashes == hashes(tokens, salt="dynamo-cache-salt:")
 
 
 @on_loop

@@ -275,6 +275,9 @@ def test_media_are_tiers(medium: str | bytes | None, tier: Tier | None) -> None:
     assert removed(["BlockRemoved", [11], medium]).tier is tier
 
 
+ADAPTER = "dynamo-cache-salt:x"
+
+
 @pytest.mark.parametrize(
     ("fields", "salt"),
     [
@@ -284,7 +287,14 @@ def test_media_are_tiers(medium: str | bytes | None, tier: Tier | None) -> None:
         ({"cache_salt": "dynamo-cache-salt:s"}, "s"),
         ({"extra_keys": [["x", "dynamo-cache-salt:s"], None]}, "s"),
         ({"extra_keys": [["dynamo-cache-salt:s"]], "cache_salt": "t"}, "t"),
-        ({"extra_keys": [["dynamo-cache-salt:"]]}, None),
+        ({"extra_keys": [["dynamo-cache-salt:"]]}, "dynamo-cache-salt:"),
+        ({"cache_salt": "dynamo-cache-salt:"}, "dynamo-cache-salt:"),
+        # An adapter's name is a key of each of its blocks, before the salt.
+        ({"extra_keys": [[ADAPTER]], "lora_name": ADAPTER}, None),
+        ({"extra_keys": [[ADAPTER, ADAPTER]], "lora_name": ADAPTER}, "x"),
+        ({"extra_keys": [[ADAPTER, "dynamo-cache-salt:s"]], "lora_name": ADAPTER}, "s"),
+        ({"extra_keys": [["dynamo-cache-salt:s"]], "lora_name": ADAPTER}, "s"),
+        ({"extra_keys": [["", "dynamo-cache-salt:s"]], "lora_name": ""}, "s"),
         ({"extra_keys": [None, ["dynamo-cache-salt:s"]]}, None),
         ({"extra_keys": [[["dynamo-cache-salt:s", 0]]]}, None),
         ({"extra_keys": []}, None),

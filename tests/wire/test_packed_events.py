@@ -1,12 +1,13 @@
 """The reader of ordinary batches against the one that reads all of them."""
 
 import random
+from collections.abc import Callable
 from struct import pack, unpack
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.index.shapes import (
@@ -31,8 +32,8 @@ U32 = st.sampled_from(NUMBERS) | st.integers(0, 2**32 - 1)
 # A name as the engine's own number, as a signed one, or as a digest, which ends in it.
 NAMES = st.lists(U64, max_size=12, unique=True)
 FORMS = st.sampled_from(["unsigned", "signed", "digest"])
-ADAPTER = st.sampled_from([None, None, "", "adapter", "x" * 70])
 SALT = "dynamo-cache-salt:"
+ADAPTER = st.sampled_from([None, None, "", "adapter", "x" * 70, SALT + "t"])
 
 
 def formed(name: int, form: str) -> int | bytes:
@@ -51,7 +52,12 @@ STORED = (
     *("kv_cache_spec_sliding_window", "locality"),
 )
 REMOVED = ("type", "block_hashes", "medium", "group_idx", "locality")
-BEHIND = [0, "text", {"a": [1]}]  # what an array may have behind its last field that is known
+BEHIND = [
+    0,
+    "text",
+    {"a": [1]},
+    "t" * 300,
+]  # what an array may have behind its last field that is known
 # Of maps alone: what they say besides, and is not read.
 VALUES = [None, True, -7, 300, 70_000, -70_000, 2**64 - 1, 0.5, "text" * 20, b"x" * 300, "y" * 300]
 BESIDES = st.dictionaries(
@@ -83,7 +89,7 @@ def stored(draw: st.DrawFn) -> object:
     tokens = draw(st.lists(U32, max_size=4 * len(names) + 3))
     adapter = draw(ADAPTER)
     key = st.sampled_from(["adapter", "", "k" * 63, SALT, SALT + "t", SALT + "u" * 50])
-    keys = draw(st.none() | st.lists(st.none() | st.lists(key, max_size=2), max_size=len(names)))
+    keys = draw(st.none() | st.lists(st.none() | st.lists(key, max_size=3), max_size=len(names)))
     kind = draw(st.sampled_from([None, "full_attention", "mamba"]))
     window = draw(st.none() | st.integers(0, 4096))
     tail = [draw(st.none() | st.integers(0, 9)), draw(MEDIUM), adapter, keys, draw(GROUP), kind]
@@ -164,6 +170,8 @@ BYTES = [0x90, 0xC0, 0xC4, 0xCC, 0xCD, 0xCE, 0xCF, 0xD0, 0xD9, 0xDC, 0xDD] * 20 
 
 @settings(max_examples=150)
 @given(PLAIN, st.binary(max_size=3), st.integers(0, 2**32))
+# One of its damages makes the session id (position 14) no UTF-8.
+@example([0.5, [["BlockStored", [], None, [], 1, *[None] * 8, 0, "text", {"a": [1]}]]], b"", 1)
 def test_a_batch_is_read_as_by_the_other_reader_and_if_it_is_damaged_so_or_not_taken(
     batch: list[object], behind: bytes, seed: int
 ) -> None:
@@ -341,6 +349,16 @@ def test_a_name_that_comes_twice_is_seen_wherever_it_stands(blocks: int, name: i
         assert packed_batch(encode([0.5, [below], 0])) is None
         given[second] = name
         assert packed_batch(encode([0.5, [once], 0])) is None
+
+
+@pytest.mark.parametrize("text", ["short", "s" * 40, "s" * 300])
+@pytest.mark.parametrize("wrap", [lambda text: text, lambda text: [{"a": text}]])
+def test_a_text_that_is_no_utf_8_is_left_to_the_other_reader_though_it_is_not_used(
+    text: str, wrap: Callable[[str], object]
+) -> None:
+    payload = encode([0.5, [[*PLAIN_EVENT, None, wrap(text)]], 0])
+    assert is_read_alike(payload)
+    assert not is_read_alike(payload.replace(text.encode(), b"\xff" * len(text)))
 
 
 def test_a_text_that_is_cut_is_left_to_the_other_reader() -> None:

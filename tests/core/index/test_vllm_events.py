@@ -172,6 +172,15 @@ def test_an_adapter_named_in_hex_is_no_image() -> None:
     assert run.tokens_hashes[0].to_bytes(8, "little") == local_hashes(P, 4, seed, [[image]])
 
 
+def test_an_image_named_as_the_adapter_counts() -> None:
+    """As bare digits, as vLLM once sent it: the adapter's name comes first, and once."""
+    engine, name = Engine(), "a" * 64
+    engine.send(stored([1], P, extra_keys=[[name, name]], lora_name=name))
+    ((run,),) = engine.index.dump()
+    local = local_hashes(P, 4, hash_seed(name), [[int(name[:16], 16)]])
+    assert run.tokens_hashes[0].to_bytes(8, "little") == local
+
+
 def test_an_image_behind_a_block_is_not_in_it() -> None:
     engine = Engine()
     engine.send(stored([1], P, extra_keys=[[[IMAGE, 4]]], lookahead_token_ids=[[7]]))
