@@ -1,27 +1,27 @@
 """Catch-up: copy the live reservations of other replicas (with `core.replication.catch_up`).
 
-At the start, peers are queried until one returns a snapshot of all reservations. When a connection
-to a peer was made or restored, or events of a peer were missed, all peers are queried, because only
-the replica that admitted a request knows exactly whether the request is live (D24). We subscribe to
-peers before we fetch snapshots, so that no later release is missed. Dynamo's own service has no
-snapshots (404) and is skipped. Reservations are read and added to our load in time slices. If a
-reservation's rank is not registered here yet, adding is retried until the catch-up ends."""
+A catch-up is due at the start, when a connection to a peer was made or restored, when events of a
+peer were missed, and when a rank was registered here, because events about unregistered ranks are
+dropped. All peers are asked, because only the replica that admitted a request knows exactly whether
+the request is live (D24). We subscribe to peers before we fetch snapshots, so that no later release
+is missed. Dynamo's own service has no snapshots (404) and is skipped. Reservations are read and
+added to our load in time slices."""
 
 import asyncio
-import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from enum import Enum
 from typing import TypeVar
 
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
-from lean_selector.core.replication.events import ReplicaTarget, Verdict
+from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.events.ingest_turns import Pauses
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.replicas.mesh import HEARTBEAT_S, ReplicaSync
+from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.replicas.recovery import PeerFailed, fetched
 from lean_selector.wire.replica_snapshot import (
     BadSnapshot,
@@ -42,28 +42,15 @@ CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not delay the
 # Wait after the last handshake: the subscription may still be in flight, and libzmq polls about
 # every millisecond.
 SETTLE_S = 0.25
-STEPS = 16  # bookings between checks of the clock
-LOOK_AGAIN_S = 0.1
-AGAIN_S = 2.0  # minimum seconds between two catch-ups, in case a peer reconnects often
+LOOK_S = 0.1  # between checks whether a catch-up is due
+AGAIN_S = 2.0  # minimum seconds from a catch-up to the next, in case a peer reconnects often
 # Catch-ups cost both replicas loop time. They may take at most a fifth of the time.
 COST_PAUSE = 5
-# Maximum pause before another attempt to close a gap that no peer could close.
-MEND_PAUSE_MAX_S = 60.0
-# A replica counts as connected if it was heard within this time: three heartbeats.
-FOLLOWED_S = 3 * HEARTBEAT_S
+RETRY_S = 30.0  # if a connected peer did not answer, or events are still missing
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
 
-
 T = TypeVar("T")
-
-
-class Occasion(Enum):
-    """Why snapshots of the reservations are requested from peers."""
-
-    START = 0
-    CONNECTED = 1  # a subscription was made or restored
-    MISSED = 2  # events of a connected peer were missed
 
 
 class CatchingUp:
@@ -90,179 +77,93 @@ class CatchingUp:
         self._targets = targets
         self._tell = tell
         self._sessions = sessions
-        self.fates = catch_up.fates
-        self._is_recording = True  # events are recorded while a catch-up is running or due
-        self._again = asyncio.Event()
-        self._occasion = Occasion.START  # of the next catch-up
-        self._took_s = 0.0  # seconds that the last catch-up spent on snapshots
-        self._failed = False  # in the last catch-up, a peer that may have a snapshot returned none
-        self._mending: asyncio.TimerHandle | None = None
-        self._mend_not_before = 0.0
-        self._mend_pause_s = 0.0
-        self._is_mending = False  # the current or next catch-up is to close a gap
+        self.counts = catch_up.counts
+        self.note = catch_up.note  # called with each event of ours, and each that was applied
+        self._due_at = 0.0  # when the next catch-up is due; inf: when something happens
+        self._ranks: list[tuple[Slots, int]] = []  # those added, at the last look
 
-    def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record an applied event, so that an older snapshot does not undo the event. For a peer's
-        event, `verdict` is the result of applying the event; for our own event, None."""
-        if self._is_recording:
-            self._catch_up.note(event, verdict, now)
+    def request(self) -> None:
+        """Make a catch-up due: events were missed, or a connection was made."""
+        self._due_at = 0.0
 
-    def connected(self) -> None:
-        """Request a catch-up, because a subscription to a peer was made or restored."""
-        if self._occasion is Occasion.MISSED:
-            self._occasion = Occasion.CONNECTED
-        self._again.set()
-
-    def missed(self) -> None:
-        """Schedule a catch-up for missed events. The delay grows if catch-ups recover nothing."""
-        if self._mending is None:
-            left_s = self._mend_not_before - time.monotonic()
-            self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
-
-    def _mend(self) -> None:
-        self._mending = None
-        if self._sync.heard.behind():
-            self._is_mending = True
-            self._again.set()
-
-    def _plan_to_mend(self, mended: bool) -> None:
-        """If events are missing, catch up later. `mended`: whether the last catch-up got any."""
-        if mended:
-            self._mend_pause_s = 0.0
-        elif self._is_mending:
-            self._mend_pause_s = min(max(AGAIN_S, 2 * self._mend_pause_s), MEND_PAUSE_MAX_S)
-        self._is_mending = False
-        self._mend_not_before = time.monotonic() + self._mend_pause_s
-        if self._sync.heard.behind():
-            self.missed()
-
-    def close(self) -> None:
-        if self._mending is not None:
-            self._mending.cancel()
+    def _is_due(self) -> bool:
+        ranks = [(target.slots, target.slots.ranks_added) for target in self._targets()]
+        if ranks != self._ranks:
+            self._ranks, self._due_at = ranks, 0.0
+        return time.monotonic() >= self._due_at
 
     async def run(self) -> None:
-        """Copy peers' reservations now, and again whenever `connected` or `missed` requests it."""
-        self._occasion = Occasion.START
+        """Copy peers' reservations now, and again whenever this is due."""
+        self._due_at = 0.0  # also if this is called again after an error
         while True:
-            began = time.monotonic()
-            try:
-                await self._run_once()
-            except Exception:
-                log.exception("catch-up failed; continuing with the current state")
-            if not self._again.is_set():
-                self._is_recording = False
-                await self._again.wait()
-            self._is_recording = True
-            self._catch_up.begin_again(time.monotonic())  # from now on, ends are recorded
-            pause_s = max(AGAIN_S, COST_PAUSE * self._took_s)
-            await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+            if self._is_due():
+                took_s = await self._run_once()
+                await asyncio.sleep(max(AGAIN_S, COST_PAUSE * took_s))
+            await asyncio.sleep(LOOK_S)
 
-    async def _run_once(self) -> None:
-        """Copy peers' reservations once. Then retry the reservations whose rank is not registered.
-        Drop these at the catch-up's deadline; keep them if a new catch-up is requested first."""
-        again = self._again
-        self._failed = False
-        is_restored = any(target.slots.live_counts()[1] for target in self._targets())
+    async def _run_once(self) -> float:
+        """Copy peers' reservations. Returns how many seconds that took."""
+        self._catch_up.begin()
         try:
             await _connected(self._sync)
-            occasion, self._occasion = self._occasion, Occasion.MISSED
-            if occasion is Occasion.START and is_restored:
-                occasion = Occasion.CONNECTED  # any peer's reservations may have ended
-            again.clear()
-            began = time.monotonic()
-            mended = False
-            if occasion is Occasion.START:
-                await self._take_from_first()
-            else:
-                mended = await self._take_from_all(occasion)
-            if self._sessions is not None:
-                await self._take_sessions(self._sessions)
-            self._took_s = time.monotonic() - began
-            self._plan_to_mend(mended)
+            self._due_at, began = math.inf, time.monotonic()
+            failed = await self._take_from_all()
         finally:
-            self._catch_up.snapshot_is_in()
-        while not again.is_set() and time.monotonic() < self._catch_up.ends_at:
-            await self._admit_waiting()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_AGAIN_S):
-                    await again.wait()
-        if not again.is_set():
-            self._catch_up.give_up_waiting()
-            if self._sessions is not None:
-                self._sessions.give_up_waiting()
-        if dropped := self._catch_up.counts[Fate.NOT_REGISTERED]:
-            log.warning("catch-up: %d bookings dropped, their ranks were not registered", dropped)
-
-    async def _admit_waiting(self) -> None:
+            self._catch_up.end()
         now = time.monotonic()
-        pause = Pauses()
-        while self._catch_up.admit_waiting(now, STEPS):
-            await pause()
-        while self._sessions is not None and self._sessions.admit_waiting(now, STEPS):
-            await pause()
+        connected = sum(peer.state == "connected" for peer in self._sync.peer_states())
+        # A peer that is down needs no retry: its connection makes a catch-up due.
+        if self._sync.heard.behind() or (failed and connected > len(self._urls) - failed):
+            self._due_at = min(self._due_at, now + RETRY_S)
+        return now - began
 
-    async def _take_from_first(self) -> None:
-        """Copy all reservations in the snapshot of the first peer that returns one. Used at the
-        start, while this replica has no reservations."""
-        async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
-            live, _ = await self._read(url, asked_at, snapshot)
-            await self._take(live)
-            self._log(url, snapshot)
-            return
-        log.warning("catch-up: no peer had a snapshot; continuing without")
-
-    async def _take_from_all(self, occasion: Occasion) -> bool:
-        """Copy from each peer's snapshot the reservations that this peer admitted. A reservation
-        that another replica admitted is copied only if that replica did not answer, and we may
-        have missed events of that replica. Returns True if missed events were recovered."""
+    async def _take_from_all(self) -> int:
+        """Copy from each peer's snapshot the reservations that this peer admitted, and those of
+        replicas that did not answer. Returns how many peers did not answer."""
         heard = self._sync.heard
-        began = time.monotonic()
-        told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
-        unasked: list[LiveBooking] = []
-        answered = set()
+        others: list[LiveBooking] = []
+        answered = set[int]()
+        failed = 0
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
+            if snapshot is None:
+                failed += 1
+                continue
             router_id = snapshot.router_id
             live, whole = await self._read(url, asked_at, snapshot)
             await self._take(booking for booking in live if booking.router_id == router_id)
-            unasked += (booking for booking in live if booking.router_id != router_id)
+            others += (booking for booking in live if booking.router_id != router_id)
             answered.add(router_id)
             if whole:
-                told.append((router_id, snapshot.sequence))
-            self._log(url, snapshot)
-        since = began - FOLLOWED_S
-        await self._take(
-            booking
-            for booking in unasked
-            if booking.router_id not in answered
-            and (occasion is Occasion.CONNECTED or heard.is_numbered(booking.router_id))
-            and not heard.is_followed(booking.router_id, since)
-        )
-        closed = [heard.mended(router_id, sequence) for router_id, sequence in told]
-        if not self._failed:  # every peer answered or has no snapshots
-            for publisher in heard.behind():
-                if publisher.router_id not in answered:
-                    heard.mended(publisher.router_id, publisher.sequence)
-        if not answered:
-            log.warning("catch-up: no peer had a snapshot; continuing without")
-        return any(closed)
+                heard.mended(router_id, snapshot.sequence)
+            counts = {fate.name.lower(): self.counts[fate] for fate in Fate}
+            log.info("catch-up: %d reservations at %s: %s", len(live), url, counts)
+        await self._take(booking for booking in others if booking.router_id not in answered)
+        for publisher in () if failed else heard.behind():
+            if publisher.router_id not in answered:  # it has no snapshots
+                heard.mended(publisher.router_id, publisher.sequence)
+        if self._sessions is not None:
+            await self._take_sessions(self._sessions)
+        return failed
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
         """Copy all peers' bindings of sessions to ranks. A session's newest binding wins."""
+
+        def take(line: bytes) -> None:
+            listed = decode_session_line(line)
+            sessions.hear(listed.event, time.monotonic(), listed.idle_s)
+
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
-            await self._each(
-                "session",
-                url,
-                lines,
-                lambda line: sessions.take(decode_session_line(line), time.monotonic()),
-            )
-            log.info("catch-up: %d sessions at %s", len(lines), url)
+            if lines is not None:
+                await self._each("session", url, lines, take)
+                log.info("catch-up: %d sessions at %s", len(lines), url)
 
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
-    ) -> AsyncIterator[tuple[str, float, T]]:
-        """GET `path` from all peers. Yields (URL, request time, decoded answer) for each answer."""
+    ) -> AsyncIterator[tuple[str, float, T | None]]:
+        """GET `path` from all peers. Yields (URL, request time, decoded answer) for each answer;
+        None instead of an answer if there was none. Peers without `path` are skipped."""
         ends = time.monotonic() + TIMEOUT_S
         urls = list(self._urls)  # a copy, because peers may be added and removed meanwhile
         for at, url in enumerate(urls):
@@ -279,8 +180,8 @@ class CatchingUp:
                 if error.status == 404:
                     log.info("catch-up: %s has no %s, like the reference; skipped", url, name)
                 else:
-                    self._failed = True
                     log.warning("catch-up: nothing from %s: %s", url, error)
+                    yield url, asked_at, None
                 continue
             yield url, asked_at, taken
 
@@ -330,10 +231,6 @@ class CatchingUp:
         for booking in bookings:
             self._catch_up.take(booking, time.monotonic())
             await pause()
-
-    def _log(self, url: str, snapshot: SnapshotParts) -> None:
-        counts = {fate.name.lower(): count for fate, count in self._catch_up.fates()}
-        log.info("catch-up: %d reservations at %s: %s", len(snapshot.lines), url, counts)
 
 
 async def _connected(sync: ReplicaSync) -> None:

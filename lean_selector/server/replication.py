@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq.asyncio
 
-from lean_selector.core.replication.catch_up import CatchUp, live_booking
+from lean_selector.core.replication.catch_up import CatchUp, Fate, live_booking
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
@@ -115,8 +115,8 @@ class Replication(Part):
                 router_id=self.router_id,
                 advertise=replica.advertise,
                 links=links,
-                on_connected=self._connected,
-                on_missed=self._missed,
+                on_connected=self._want_catch_up,
+                on_missed=self._want_catch_up,
                 on_session=None if sessions is None else self._on_session,
                 gate=gate,
             )
@@ -142,9 +142,8 @@ class Replication(Part):
             self._begin_catch_up()
 
     def _begin_catch_up(self) -> None:
-        now = time.monotonic()
         self._catching_up = CatchingUp(
-            CatchUp(self.router_id, self._lookup, self._copies_expire_s, now),
+            CatchUp(self.router_id, self._lookup, self._copies_expire_s),
             self.sync,
             self._catch_up_urls,
             self._targets,
@@ -159,30 +158,25 @@ class Replication(Part):
         allowed = None if url in self._given_urls else self._allowed
         return OutboundClient(self._resolve, self._credentials, allowed)
 
-    def _connected(self) -> None:
+    def _want_catch_up(self) -> None:
         if self._catching_up is not None:
-            self._catching_up.connected()
-
-    def _missed(self) -> None:
-        if self._catching_up is not None:
-            self._catching_up.missed()
+            self._catching_up.request()
 
     async def close(self) -> None:
-        if self._catching_up is not None and self._catching_up_task is not None:
-            self._catching_up.close()
+        if self._catching_up_task is not None:
             self._catching_up_task.cancel()
             await asyncio.gather(self._catching_up_task, return_exceptions=True)
         await self.sync.close()
 
     def _publish(self, event: ReplicaEvent) -> None:
         if self._catching_up is not None:
-            self._catching_up.note(event, None, time.monotonic())
+            self._catching_up.note(event)
         self.sync.publish(event)
 
     def _on_event(self, event: ReplicaEvent, now: float) -> Verdict:
         verdict = self.applier.apply(event, now)
         if self._catching_up is not None and verdict is not Verdict.OWN:
-            self._catching_up.note(event, verdict, now)
+            self._catching_up.note(event)
         if verdict is Verdict.APPLIED:
             self._on_applied(event, now)
         return verdict
@@ -287,7 +281,10 @@ class Replication(Part):
             dropped,
             msgspec.UNSET
             if self._catching_up is None
-            else {fate.name.lower(): count for fate, count in self._catching_up.fates()},
+            else {
+                fate.name.lower(): self._catching_up.counts[fate]
+                for fate in (Fate.BOOKED, Fate.UNFIT)
+            },
             _curve_state(self.sync.gate),
         )
 

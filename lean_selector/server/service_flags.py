@@ -166,8 +166,8 @@ class ReplicaFlags:
     bind: ZMQ endpoint to bind instead of a port, such as tcp://*:9092
     advertise: the endpoint at which other replicas reach this replica; must not be listed as a peer
     peers: comma-separated ZMQ PUB endpoints of other replicas; may be repeated
-    catch_up: comma-separated HTTP URLs of replicas to copy live reservations from; at start, the
-      first replica that answers is used; after missed events, all are used; may be repeated
+    catch_up: comma-separated HTTP URLs of all other replicas, to copy live reservations from; may
+      be repeated
     discover: find other replicas at dns:NAME:PORT or kubernetes:NAMESPACE/SERVICE:PORT; may be
       repeated
     discover_http_port: HTTP port at which found replicas' live reservations are copied; unset: the

@@ -13,8 +13,7 @@ import pytest
 import zmq
 
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC, encode_event
-from tests.support.bookings import replica_event
+from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
 from tests.support.gates import InProcess, selection_gate, selection_service
 from tests.support.prometheus_tools import scrape
 from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
@@ -94,13 +93,14 @@ def test_a_restarted_replica_catches_up_fully() -> None:
         catch_up = ["--replica-sync-catch-up", ",".join(urls)]
         peers = (selector.endpoint, tracker.endpoint)
         with Member("tracker", *catch_up, peers=peers, sync_port=port) as late:
-            wait_until(lambda: late.detail()["catch_up"] == {"waiting": 151}, "all of them wait")
-            selector.free("r2")  # ends while it waits
-            wait_until(lambda: late.detail()["catch_up"].get("ended") == 1, "its end was heard")
+            wait_until(
+                lambda: late.detail()["catch_up"]["unfit"] >= 151, "it has no rank for any of them"
+            )
+            selector.free("r2")
             late.register()
             loads[0] = (148 * 48, 3)
             shown_everywhere([*members, late], loads)
-            assert late.detail()["catch_up"] == {"booked": 150, "ended": 1}
+            assert late.detail()["catch_up"]["booked"] == 150
             for member in members:
                 peer = {"endpoint": late.endpoint}
                 assert member.post("/replica_sync/register_peer", peer)[0] == 201
@@ -147,7 +147,7 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
             with Member("tracker", *urls) as late:
                 late.register()
                 wait_until(lambda: late.loads() == [BOOKED, (0, 0)], "the usable one is used")
-                assert asked == ["/replica_sync/snapshot"]
+                assert set(asked) == {"/replica_sync/snapshot"}  # again after the registration
                 _, log = late.stop()
     assert f"{reference} has no snapshot" in log
     assert f"nothing from {nobody}" in log
@@ -271,38 +271,20 @@ def test_what_another_replica_never_heard_the_end_of_is_not_taken_from_it() -> N
             assert caught_up["booked"] == 1
 
 
-def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_another() -> None:
-    """The third may have missed its end, and nobody could tell."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    plain = context.socket(zmq.PUB)
-    plain.linger = 0
-    endpoint = f"tcp://127.0.0.1:{plain.bind_to_random_port('tcp://127.0.0.1')}"
-    try:
-        with Member("tracker") as owner:
-            owner.register()
-            with (
-                Member("tracker", peers=[endpoint]) as third,
-                wire(owner) as lossy,
-                listener("tracker", lossy, owner, third) as member,
-            ):
-                third.register()
-                member.hears(owner)
-                event = replica_event(EventKind.ADD, MODEL, "t1", 16, "unnumbered", 7, 0, 99)
-
-                def is_held() -> bool:
-                    plain.send_multipart([TOPIC, encode_event(event)])
-                    return bool(third.get("/replica_sync/snapshot")[1]["reservations"])
-
-                wait_until(is_held, "the third holds it")
-                lossy.loses.set()
-                owner.add("begins unheard", 1)
-                wait_until(lambda: missed_by(member) == 1, "the loss is seen")
-                wait_until(lambda: not publisher_of(member)["is_behind"], "it is mended")
-                live = member.get("/replica_sync/snapshot")[1]["reservations"]
-                assert [booking["request_id"] for booking in live] == ["begins unheard"]
-    finally:
-        plain.close()
-        context.term()
+def test_a_worker_that_flaps_keeps_the_load_that_peers_put_on_it() -> None:
+    with Member("selector") as owner:
+        owner.register()
+        urls = ["--replica-sync-catch-up", f"http://127.0.0.1:{owner.port}"]
+        with Member("selector", *urls, peers=[owner.endpoint]) as member:
+            member.register()
+            member.hears(owner)
+            owner.add("r")
+            member.shows([BOOKED, (0, 0)])
+            assert member.request("DELETE", "/workers/7")[0] == 200
+            member.register()
+            member.shows([BOOKED, (0, 0)])
+            owner.free("r")
+            member.shows(IDLE)
 
 
 def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:

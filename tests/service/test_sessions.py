@@ -121,6 +121,10 @@ def test_a_replica_that_catches_up_takes_sessions_over_also_of_workers_that_come
             second = Fleet(late)
             late.reserve("busy", 1, 900, model_name="m", dp_rank=there[1])
             wait_until(lambda: second.select("s") == there, "the session is known")
+            assert late.request("DELETE", "/workers/1")[0] == 200  # at this replica alone
+            late.add_worker(1, model_name="m", block_size=4, data_parallel_size=2)
+            late.reserve("busy again", 1, 900, model_name="m", dp_rank=there[1])
+            wait_until(lambda: second.select("s") == there, "it is known again")
             names = iter(range(10_000))
 
             def is_heard() -> bool:

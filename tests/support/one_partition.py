@@ -46,9 +46,7 @@ class Replica:
         self.slots = self.ledger.slots
         self.established = False
         self.applier = ReplicaApplier(router_id, self.lookup)
-        self.catch_up = (
-            CatchUp(router_id, self.lookup, COPIES_EXPIRE_S, self.now) if catches_up else None
-        )
+        self.catch_up = CatchUp(router_id, self.lookup, COPIES_EXPIRE_S) if catches_up else None
         self.register(ranks)
 
     def register(self, ranks: int) -> None:
@@ -56,19 +54,23 @@ class Replica:
         for dp_rank in range(ranks):
             self.slots.add_rank(7, dp_rank)
 
+    def unregister(self) -> None:
+        for worker_id, dp_rank in list(self.slots.ranks):
+            self.ledger.drop_rank(worker_id, dp_rank)
+
     def lookup(self, model_name: str, tenant_id: str) -> ReplicaTarget | None:
         return self.ledger if self.established and (model_name, tenant_id) == ("m", "t") else None
 
     def publish(self, event: ReplicaEvent) -> None:
         if self.catch_up is not None:
-            self.catch_up.note(event, None, self.now)
+            self.catch_up.note(event)
         self.published.append(event)
 
     def hear(self, event: ReplicaEvent, now: float | None = None) -> Verdict:
         self.now = self.now if now is None else now
         verdict = self.applier.apply(event, self.now)
         if self.catch_up is not None and verdict is not Verdict.OWN:
-            self.catch_up.note(event, verdict, self.now)
+            self.catch_up.note(event)
         return verdict
 
     def add(self, request_id: str = "r", dp_rank: int = 0, tokens: int = 48) -> Reservation:

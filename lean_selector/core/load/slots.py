@@ -50,6 +50,7 @@ class Slots:
         # Called with the previous and the new load report of a rank's engine.
         self.on_reports: Callable[[RankLoad, EngineLoad, EngineLoad, float], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
+        self.ranks_added = 0  # in total
         # rank -> newest report of the rank's engine, and when it was received.
         self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
@@ -84,6 +85,7 @@ class Slots:
         if rank is None:
             rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
             self.ranks[rank.key] = rank
+            self.ranks_added += 1
         return rank
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:

@@ -261,15 +261,6 @@ class ReplicaSequences:
         publisher.gap_at = 0
         return True
 
-    def is_followed(self, router_id: int, since: float) -> bool:
-        """Whether a replica sent something since `since`, and none of its events is missing."""
-        publisher = self._publishers.get(router_id)
-        return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
-
-    def is_numbered(self, router_id: int) -> bool:
-        """Whether the replica numbers its events. Only then can we notice missed events."""
-        return router_id in self._publishers
-
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
         """Record `sequence`. Returns how many events we missed after the last, up to `before`."""
         publisher = self._publishers.get(router_id)

@@ -44,11 +44,6 @@ class LiveBooking(msgspec.Struct, gc=False):
     touched_at: float  # on the clock of the process that holds this record
 
 
-class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
-    live: LiveBooking
-    until: float
-
-
 class Publisher(msgspec.Struct):
     """Which numbered events of one replica were received."""
 

@@ -3,16 +3,9 @@ Spec selection_16.md 6.1. This module opens no sockets and decodes no messages. 
 in monotonic seconds."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
-
-# How long a received binding waits for its worker, which should register within seconds of a start.
-HOLD_S: Final = 60.0
-MAX_WAITING: Final = 65_536
-_UNKNOWN = SessionVerdict.UNKNOWN_PARTITION, SessionVerdict.UNKNOWN_WORKER
-_Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
@@ -23,8 +16,6 @@ class PeerSessions:
         self.counts = [0] * len(SessionVerdict)
         self._catalog = catalog
         self._writer_id = writer_id
-        self._waiting: dict[int, _Waiting] = {}  # by worker; no list is empty
-        self._waiting_count = 0
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
         """Apply another replica's session binding, last used `idle_s` seconds ago."""
@@ -45,38 +36,6 @@ class PeerSessions:
         if worker is None or worker.spec.key != key:
             return SessionVerdict.UNKNOWN_WORKER
         return partition.sessions.hear(event, now, idle_s)
-
-    def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply a binding of a snapshot. If the worker is unknown, keep the binding for later."""
-        verdict = self._hear(listed.event, now, listed.idle_s)
-        if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
-            self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))
-            self._waiting_count += 1
-        else:
-            self.counts[verdict] += 1
-        return verdict
-
-    def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Apply bindings whose worker has registered by now, and drop bindings whose worker stayed
-        unknown too long. Handles at most `max_steps` bindings; returns True if more are due."""
-        for worker_id, waiting in list(self._waiting.items()):
-            is_known = worker_id in self._catalog.workers
-            while waiting and (is_known or now - waiting[-1][0] >= HOLD_S):
-                if not max_steps:
-                    return True
-                max_steps -= 1
-                taken_at, listed = waiting.pop()
-                self._waiting_count -= 1
-                self.hear(listed.event, now, listed.idle_s + now - taken_at)
-            if not waiting:
-                del self._waiting[worker_id]
-        return False
-
-    def give_up_waiting(self) -> None:
-        """Drop all bindings whose worker is still unknown."""
-        self.counts[SessionVerdict.UNKNOWN_WORKER] += self._waiting_count
-        self._waiting.clear()
-        self._waiting_count = 0
 
     def live(self, now: float) -> Iterator[LiveSession]:
         """Yield the live bindings of all partitions, for a replica that requested a snapshot."""

@@ -8,12 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.replication import catch_up as module
-from lean_selector.core.replication.catch_up import (
-    HOLD_S,
-    CatchUp,
-    Fate,
-    ended_meanwhile,
-)
+from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from tests.support.bookings import book, changed
@@ -32,6 +27,7 @@ from tests.support.one_partition import (
 def starting(ranks: int = 2) -> tuple[Replica, CatchUp]:
     replica = Replica(HERE, ranks, catches_up=True)
     assert replica.catch_up is not None
+    replica.catch_up.begin()
     return replica, replica.catch_up
 
 
@@ -60,86 +56,36 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
 @pytest.mark.parametrize(
     ("changes", "fate"),
     [
-        ({"block_size": 32}, Fate.BLOCK_SIZE),
-        ({"router_id": HERE}, Fate.HELD),
-        ({"touched_at": -COPIES_EXPIRE_S - 1.0}, Fate.EXPIRED),
-        ({"dp_rank": 2}, Fate.WAITING),
-        ({"model_name": "other"}, Fate.WAITING),
+        ({"block_size": 32}, Fate.UNFIT),
+        ({"dp_rank": 2}, Fate.UNFIT),
+        ({"model_name": "other"}, Fate.UNFIT),
+        ({"router_id": HERE}, Fate.KNOWN),
+        ({"touched_at": -COPIES_EXPIRE_S - 1.0}, Fate.KNOWN),
     ],
 )
 def test_what_does_not_fit_is_not_booked(changes: dict[str, Any], fate: Fate) -> None:
     here, catch_up = starting()
     assert catch_up.take(booking(**changes), 0.0) is fate
-    assert dict(catch_up.fates()) == {fate: 1}
+    assert catch_up.counts[fate] == sum(catch_up.counts) == 1
     assert not here.slots.reservations
 
 
-def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
-    here, catch_up = starting(ranks=0)
-    for request_id in ("kept", "ended", "completed"):
-        assert catch_up.take(booking(request_id), 0.0) is Fate.WAITING
-    assert catch_up.take(booking("kept"), 0.0) is Fate.HELD
-    catch_up.snapshot_is_in()
-    here.hear(event(EventKind.FREE, "ended"))
-    here.hear(event(EventKind.PREFILL_COMPLETE, "completed"))
-    here.hear(event(EventKind.FREE, "kept", dp_rank=1))  # of another rank
-    assert here.hear(event(EventKind.ADD, "new", sequence_hashes=PROMPT, prefill_tokens=10)) is (
-        Verdict.UNKNOWN_PARTITION
-    )
-    assert dict(catch_up.fates())[Fate.WAITING] == 3
-    assert not catch_up.admit_waiting(1.0, 100)
-    here.register(1)
-    assert not catch_up.admit_waiting(2.0, 100)
-    assert set(here.slots.reservations) == {"kept", "completed", "new"}
-    assert here.load() == (58, 3, 3)
-    assert Fate.WAITING not in dict(catch_up.fates())
-
-
-def test_what_waited_too_long_is_dropped_and_counted() -> None:
-    here, catch_up = starting(ranks=0)
-    catch_up.take(booking("r"), 0.0)
-    assert not catch_up.admit_waiting(HOLD_S - 1.0, 100)
-    assert dict(catch_up.fates()) == {Fate.WAITING: 1}
-    assert catch_up.admit_waiting(HOLD_S, 0)
-    assert not catch_up.admit_waiting(HOLD_S, 1)
-    assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
-    here.register(1)
-    catch_up.admit_waiting(HOLD_S, 100)
-    assert not here.slots.reservations
-
-
-def test_a_catch_up_that_begins_again_prolongs_no_wait() -> None:
-    here, catch_up = starting(ranks=0)
-    catch_up.take(booking("old"), 0.0)
-    catch_up.begin_again(HOLD_S / 2)
-    catch_up.take(booking("young"), HOLD_S / 2)
-    assert not catch_up.admit_waiting(HOLD_S, 100)
-    assert dict(catch_up.fates()) == {Fate.WAITING: 1, Fate.NOT_REGISTERED: 1}
-    here.register(1)
-    catch_up.admit_waiting(HOLD_S, 100)
-    assert set(here.slots.reservations) == {"young"}
-
-
-def test_nothing_waits_once_ends_are_not_noted_any_longer() -> None:
-    here, catch_up = starting(ranks=0)
-    catch_up.take(booking("r"), 0.0)
-    catch_up.give_up_waiting()
-    here.register(1)
-    catch_up.admit_waiting(1.0, 100)
-    assert not here.slots.reservations
-    assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
-
-
-def test_what_waits_and_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_WAITING", 2)
+def test_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NOTED", 2)
     here, catch_up = starting()
-    fates = [catch_up.take(booking(f"r{n}", dp_rank=9), 0.0) for n in range(3)]
-    assert fates == [Fate.WAITING, Fate.WAITING, Fate.NOT_REGISTERED]
     for n in range(3):
         here.hear(event(EventKind.FREE, f"ended{n}"))
     assert catch_up.take(booking("ended0"), 0.0) is Fate.BOOKED  # the oldest was forgotten
-    assert catch_up.take(booking("ended2"), 0.0) is Fate.ENDED
+    assert catch_up.take(booking("ended2"), 0.0) is Fate.KNOWN
+
+
+def test_what_is_live_already_or_unlisted_is_known() -> None:
+    here, catch_up = starting()
+    assert catch_up.take(booking("r"), 0.0) is Fate.BOOKED
+    assert catch_up.take(booking("r"), 0.0) is Fate.KNOWN
+    catch_up.end()
+    here.hear(event(EventKind.FREE, "r"))
+    assert catch_up.take(booking("r"), 0.0) is Fate.BOOKED  # its end was not noted
 
 
 def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
@@ -164,68 +110,91 @@ def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
     assert [here.hear(said) for said in events] == [Verdict.APPLIED] * 2
 
 
-@given(st.integers(0, 2**32), st.integers(5, 80))
-def test_a_late_replica_agrees_with_its_peers_in_the_end(seed: int, steps: int) -> None:
-    """Two peers go on while a third starts: events, snapshot and registration come in any order."""
+@given(st.integers(0, 2**32), st.integers(20, 100))
+def test_replicas_whose_workers_flap_agree_once_each_has_asked(seed: int, steps: int) -> None:
+    """Each replica has its own view of the worker, which goes and comes back at any time, also
+    while it asks or before its first time. No event is lost, but each is heard late."""
     rng = random.Random(seed)
-    first, second = Replica(PEER), Replica(THIRD)
-    peers = (first, second)
-    delivered = [0, 0]
-    live: list[str] = []
+    replicas = [Replica(router_id, 0, catches_up=True) for router_id in (HERE, PEER, THIRD)]
+    due = [True, True, True]
+    heard = {(at, of): 0 for at in range(3) for of in range(3) if at != of}
+    booked, flaps = 0, True
 
-    def act() -> None:
-        at = rng.randrange(2)
-        replica, choice = peers[at], rng.random()
-        if choice < 0.4:
-            live.append(f"{at}-{len(live)}")
-            replica.add(live[-1], rng.randrange(2))
-        elif choice < 0.6 and live:
-            request_id = rng.choice(live)  # calls stay with the replica that admitted
-            peers[at := int(request_id[0])].complete(request_id)
-        elif choice < 0.8 and live:
-            request_id = rng.choice(live)
-            peers[at := int(request_id[0])].free(request_id)
-        told = peers[at].published
-        for said in told[delivered[at] :]:  # the peers hear each other at once
-            peers[1 - at].hear(said)
-        delivered[at] = len(told)
+    def hear(at: int, of: int, upto: int) -> None:
+        for told in replicas[of].published[heard[at, of] : upto]:
+            replicas[at].hear(told)
+        heard[at, of] = upto
 
-    for _ in range(rng.randrange(steps)):
-        act()
-    late, catch_up = starting(ranks=rng.choice((0, 1, 2)))
-    heard = [len(peer.published) for peer in peers]  # subscribed from here on
+    def step() -> None:
+        nonlocal booked
+        for replica in replicas:
+            replica.now += 1.0
+        at, choice = rng.randrange(3), rng.random()
+        replica = replicas[at]
+        ours = [held.request_id for held in replica.slots.by_touch() if not held.is_replica]
+        if choice < 0.3:
+            ranks = [dp_rank for _, dp_rank in replica.slots.ranks]
+            if ranks:
+                booked += 1
+                replica.add(f"r{booked}", rng.choice(ranks))
+        elif choice < 0.5 and ours:  # calls stay with the replica that admitted
+            replica.complete(rng.choice(ours))
+        elif choice < 0.65 and ours:
+            replica.free(rng.choice(ours))
+        elif choice < 0.7 and flaps:
+            replica.unregister()
+        elif choice < 0.8 and flaps:
+            replica.register(rng.randint(1, 2))
+            due[at] = True
+        for at, of in rng.sample(list(heard), 3):
+            hear(at, of, rng.randint(heard[at, of], len(replicas[of].published)))
 
-    def hear_some() -> None:
-        for at, peer in enumerate(peers):
-            upto = rng.randint(heard[at], len(peer.published))
-            for told in peer.published[heard[at] : upto]:
-                late.hear(told)
-            heard[at] = upto
+    def go_on() -> None:
+        for _ in range(rng.randrange(4)):
+            step()
 
-    for _ in range(rng.randrange(steps)):
-        act()
-        hear_some()
-    for taken in rng.choice(peers).snapshot():
-        if rng.random() < 0.5:
-            act()
-            hear_some()
-        catch_up.take(taken, 0.0)
-    catch_up.snapshot_is_in()
-    for _ in range(rng.randrange(steps)):
-        act()
-        hear_some()
+    def ask(at: int) -> None:
+        here, catch_up = replicas[at], replicas[at].catch_up
+        assert catch_up is not None
+        catch_up.begin()
+        due[at] = False
+        go_on()
+        for of in (each for each in range(3) if each != at):
+            asked_at, snapshot = here.now, replicas[of].snapshot()
+            router_id = replicas[of].router_id
+            go_on()
+            go_on()
+            for said in ended_meanwhile([here.ledger], router_id, snapshot, asked_at):
+                if said is not None:
+                    here.hear(said)
+            for taken in snapshot:
+                if taken.router_id == router_id:
+                    catch_up.take(taken, here.now)
+                if rng.random() < 0.2:
+                    step()
+        catch_up.end()
+
+    def ask_if_due() -> None:
+        for at in rng.sample(range(3), 3):
+            if due[at]:
+                ask(at)
+
+    for _ in range(steps):
+        step()
         if rng.random() < 0.2:
-            late.register(rng.randint(1, 2))
-        catch_up.admit_waiting(0.0, 3)
-    late.register(2)
-    while catch_up.admit_waiting(0.0, 3):
-        pass
-    for at, peer in enumerate(peers):
-        for told in peer.published[heard[at] :]:
-            late.hear(told)
-    catch_up.admit_waiting(0.0, 100)
-    assert set(late.slots.reservations) == set(first.slots.reservations)
-    assert late.loads() == first.loads() == second.loads()
+            ask_if_due()
+    flaps = False
+    for at, replica in enumerate(replicas):
+        if len(replica.slots.ranks) < 2:
+            replica.register(2)
+            due[at] = True
+    ask_if_due()  # the last time; others have asked before and heard all since
+    for at, of in heard:
+        hear(at, of, len(replicas[of].published))
+    first = replicas[0]
+    for other in replicas[1:]:
+        assert set(other.slots.reservations) == set(first.slots.reservations)
+        assert other.loads() == first.loads()
 
 
 @given(st.integers(0, 2**32), st.integers(5, 60))
@@ -259,7 +228,7 @@ def test_a_replica_that_missed_events_agrees_after_it_asked(seed: int, steps: in
                 here.hear(on_the_way.pop(0))
 
     def ask(loss: float) -> None:
-        catch_up.begin_again(here.now)
+        catch_up.begin()
         go_on(loss)
         here.now = owner.now = owner.now + 1.0
         asked_at, snapshot = here.now, owner.snapshot()
@@ -273,7 +242,7 @@ def test_a_replica_that_missed_events_agrees_after_it_asked(seed: int, steps: in
             catch_up.take(taken, here.now)
             if rng.random() < 0.2:
                 go_on(loss)
-        catch_up.snapshot_is_in()
+        catch_up.end()
 
     for _ in range(steps):
         go_on(0.3)
@@ -298,7 +267,7 @@ def test_a_booking_that_was_ended_and_booked_elsewhere_unheard_moves() -> None:
     owner.free("r")
     owner.add("r", 1)
     here.now = 5.0
-    catch_up.begin_again(here.now)
+    catch_up.begin()
     for said in ended_meanwhile([here.ledger], PEER, owner.snapshot(), asked_at=5.0):
         assert said is not None
         here.hear(said)

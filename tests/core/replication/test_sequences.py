@@ -87,17 +87,6 @@ def test_a_gap_is_mended_by_what_was_told_up_to_it_and_no_less() -> None:
     assert sequences.missed == 3
 
 
-def test_a_publisher_is_followed_while_it_is_heard_and_nothing_is_missing() -> None:
-    sequences = heard(1, 2)
-    assert sequences.is_numbered(PEER)
-    assert not sequences.is_numbered(OTHER)
-    assert sequences.is_followed(PEER, 1.0)
-    assert not sequences.is_followed(PEER, 1.5)
-    assert not sequences.is_followed(OTHER, 0.0)
-    sequences.event(PEER, 4, 2.0)
-    assert not sequences.is_followed(PEER, 1.5)
-
-
 def test_publishers_are_bounded_and_the_one_silent_longest_is_forgotten() -> None:
     sequences = ReplicaSequences()
     for router_id in range(MAX_PUBLISHERS):

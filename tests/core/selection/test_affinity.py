@@ -9,10 +9,10 @@ import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
 from lean_selector.core.load.shapes import Booking, BusyThreshold
-from lean_selector.core.selection.peer_sessions import HOLD_S, MAX_WAITING, PeerSessions
+from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Placement
-from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
+from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import SESSION_TOPIC, UndecodableFrames, decode_session
@@ -311,59 +311,15 @@ def test_what_a_peer_tells_counts_where_its_worker_is_registered(driven: DrivenS
     assert peers.counts[SessionVerdict.BOUND] == 4
 
 
-def test_listed_sessions_wait_for_their_workers_and_not_for_ever(driven: DrivenSelector) -> None:
+def test_sessions_of_peers_are_listed_until_they_expire(driven: DrivenSelector) -> None:
     peers = PeerSessions(driven.selector.catalog, writer_id=4)
-    peers.take(LiveSession(of_peer(7), 2.0), driven.now)
-    peers.take(LiveSession(of_peer(8, session_id="q"), 0.0), driven.now)
-    assert not peers.admit_waiting(driven.now, 10)
-    driven.now = 5.0
     driven.register(7)
-    assert not peers.admit_waiting(driven.now, 10)
-    assert select(driven, "p") == (7, 0)
-    driven.now = 8.0  # two seconds it had been idle at the peer, five it waited here
-    assert sessions_of(driven).bound("p", driven.now) is None
-    driven.now = HOLD_S
-    driven.register(8)
-    assert not peers.admit_waiting(driven.now, 10)
-    assert sessions_of(driven).bound("q", driven.now) is None
-
-
-def test_what_waits_when_nobody_looks_any_more_is_given_up(driven: DrivenSelector) -> None:
-    peers = PeerSessions(driven.selector.catalog, writer_id=4)
-    for worker_id in (7, 8):
-        peers.take(LiveSession(of_peer(worker_id, session_id=f"of {worker_id}"), 0.0), driven.now)
-    peers.give_up_waiting()
-    assert peers.counts[SessionVerdict.UNKNOWN_WORKER] == 2
-    driven.register(7)
-    assert not peers.admit_waiting(driven.now, 10)
-    assert sessions_of(driven).bound("of 7", driven.now) is None
-
-
-def test_taking_over_goes_in_steps(driven: DrivenSelector) -> None:
-    peers = PeerSessions(driven.selector.catalog, writer_id=4)
     for number in range(3):
-        peers.take(LiveSession(of_peer(7, session_id=f"{number}"), 0.0), driven.now)
-    driven.register(7)
-    assert peers.admit_waiting(driven.now, 2)
-    assert not peers.admit_waiting(driven.now, 2)
+        peers.hear(of_peer(7, session_id=f"{number}"), driven.now, 2.0)
     assert len(list(peers.live(driven.now))) == 3
-    driven.now = TTL_S
+    driven.now = TTL_S - 1.0  # two seconds it had been idle at the peer
     peers.tend(driven.now, 10)
     assert len(sessions_of(driven)) == 0
-
-
-def test_no_more_than_so_many_sessions_wait_for_their_workers(driven: DrivenSelector) -> None:
-    peers = PeerSessions(driven.selector.catalog, writer_id=4)
-    listed = LiveSession(of_peer(7), 0.0)
-    for _ in range(MAX_WAITING):
-        assert peers.take(listed, driven.now) is SessionVerdict.UNKNOWN_WORKER
-    assert peers.counts[SessionVerdict.UNKNOWN_WORKER] == 0, "they wait"
-    peers.take(LiveSession(of_peer(7, session_id="late"), 0.0), driven.now)
-    assert peers.counts[SessionVerdict.UNKNOWN_WORKER] == 1
-    driven.register(7)
-    assert not peers.admit_waiting(driven.now, 2 * MAX_WAITING)
-    assert sessions_of(driven).bound("p", driven.now) is not None
-    assert sessions_of(driven).bound("late", driven.now) is None
 
 
 def test_a_replica_without_sessions_keeps_none_of_a_peers_and_has_none_to_list() -> None:
