@@ -45,7 +45,7 @@ _FAILED_STREAM: Final = re.compile(
 )
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-_MOST_SHED_BYTES: Final = 64 * 1024  # buffered bytes of an answer that may be discarded
+_MOST_SHED_BYTES: Final = 8 << 20  # of an answer that is kept; a longer one is a failure
 _LAST_PIECES: Final = 4  # of an answer, to search for its usage
 # Final events in streams of completions, messages and responses.
 _LAST_EVENTS: Final = (
@@ -310,7 +310,9 @@ class ProxiedRequest:
         assert head is not None
         if self.state is State.SHEDDING:
             if head.status != 200:  # only the first event of a failed stream is kept
-                self._error += data[: _MOST_SHED_BYTES - len(self._error)]
+                self._error += data
+                if len(self._error) > _MOST_SHED_BYTES and self._connection is not None:
+                    self._connection.fail(f"its error has more than {_MOST_SHED_BYTES} bytes")
             return
         error = self._failed_stream(head, data)
         if error is None:

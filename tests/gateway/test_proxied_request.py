@@ -362,6 +362,35 @@ def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> N
     assert (body, errand.judged, errand.of.status) == (b"busy", [], 429)
 
 
+@pytest.mark.parametrize("length", [65_537, 3 << 20])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_kept_error_is_passed_on_whole(length: int, is_chunked: bool) -> None:
+    errand, body = Errand(), b"x" * length
+    _, worker, _ = errand.sent_to(0)
+    if is_chunked:
+        worker.data_received(b"HTTP/1.1 503 Busy\r\ntransfer-encoding: chunked\r\n\r\n")
+        worker.data_received(b"%x\r\n%b\r\n0\r\n\r\n" % (length, body))
+    else:
+        worker.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n" % length + body)
+    errand.of.fail(502, "none is left")
+    head, _, given = b"".join(errand.transport.writes).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % length in head.split(b"\r\n")
+    assert given == body
+
+
+def test_an_error_that_is_too_long_to_be_kept_is_no_answer() -> None:
+    errand = Errand()
+    lease, worker, transport = errand.sent_to(0)
+    worker.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n" % (1 << 30))
+    pieces = 0
+    while not lease.is_over:
+        worker.data_received(b"x" * 65_536)
+        pieces += 1
+    assert (pieces, lease.told, transport.state) == (129, ["freed failed"], "aborted")
+    errand.of.fail(502, "none is left")
+    assert b"".join(errand.transport.writes).startswith(b"HTTP/1.1 502 ")
+
+
 FAILED = b'data: {"error": {"message": "it died", "type": "InternalServerError", "code": %d}}\n\n'
 FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}}\n\n'
 
