@@ -134,7 +134,7 @@ class AnswerHead:
         keeps: bool,
     ) -> None:
         self.status = status
-        self.start = start  # the status line without its CRLF
+        self.start = start  # the status line without its CRLF, always of HTTP/1.1
         self.lines = lines
         self.relay = relay
         self.is_chunked = is_chunked
@@ -168,7 +168,8 @@ class _Judged:
     def __init__(self, status: int, text: bytes, keeps: bool) -> None:
         start, _, rest = text.partition(b"\r\n")
         self.status = status
-        self.start = start
+        # A proxy sends its own version (RFC 9110 section 2.5): what it adds is of HTTP/1.1.
+        self.start = b"HTTP/1.1" + start[8:] + (b" " if len(start) == 12 else b"")
         self.lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
         self.keeps = keeps
         self.is_chunked = False
@@ -231,6 +232,7 @@ def _judge(text: bytes) -> _Judged:
     coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
     if coding is not None:
         judged.is_chunked = True
+        judged.keeps &= is_http11  # chunks are not of HTTP/1.0 (RFC 9112 section 6.1)
         if coding.strip().lower() != b"chunked":
             judged.fault = "the answer has a transfer coding that is not chunked"
     elif length is not None:

@@ -107,6 +107,9 @@ def test_of_an_answer_s_lines_only_those_that_frame_it_are_kept() -> None:
     assert head.lines.count(b"\r\na: b") == 5_000
 
 
+KEEP = "connection: keep-alive"
+
+
 def answer(status: str, *lines: str, version: str = "1.1") -> bytes:
     return "\r\n".join([f"HTTP/{version} {status}", *lines, "", ""]).encode()
 
@@ -122,6 +125,13 @@ def answer(status: str, *lines: str, version: str = "1.1") -> bytes:
         (answer("304 No", "content-length: 9"), False, SizedRelay, True),
         (answer("200 OK", "content-length: 9"), True, SizedRelay, True),
         (answer("200 OK", "content-length: 3", version="1.0"), False, SizedRelay, False),
+        (answer("200 OK", "content-length: 3", KEEP, version="1.0"), False, SizedRelay, True),
+        (
+            answer("200 OK", "transfer-encoding: chunked", KEEP, version="1.0"),
+            False,
+            ChunkedRelay,
+            False,
+        ),
     ],
 )
 def test_where_an_answer_s_body_ends(
@@ -131,7 +141,8 @@ def test_where_an_answer_s_body_ends(
     assert head is not None
     assert isinstance(head.relay, kind)
     assert head.keeps == keeps
-    assert head.start + head.lines + b"\r\n\r\n" == text
+    # a proxy sends its own version
+    assert head.start + head.lines + b"\r\n\r\n" == text.replace(b"HTTP/1.0", b"HTTP/1.1")
 
 
 @pytest.mark.parametrize(
@@ -152,6 +163,12 @@ def test_where_an_answer_s_body_ends(
 def test_what_is_no_answer_of_http_1_is_not_passed_on(text: bytes) -> None:
     with pytest.raises(MalformedAnswer):
         head_of(text, False)
+
+
+def test_a_status_line_without_a_reason_is_mended() -> None:
+    head = head_of(b"HTTP/1.1 200\r\ncontent-length: 3\r\n\r\n", False)
+    assert head is not None
+    assert head.start == b"HTTP/1.1 200 "
 
 
 def test_a_head_that_was_seen_is_not_judged_again_and_few_are_kept() -> None:
