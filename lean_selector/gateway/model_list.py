@@ -20,7 +20,7 @@ TIMEOUT_S: Final = 2.0  # for a worker's answer
 
 class ModelList:
     """Answers GET /v1/models and GET /v1/models/MODEL. Workers are queried concurrently, and the
-    result is cached briefly. For an ejected worker, the worker's last answer is used."""
+    result is cached briefly. If a worker is ejected or gives no list, its last list is used."""
 
     def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation
@@ -52,8 +52,8 @@ class ModelList:
             workers = self._rotation.in_turn
             asked = [each.text for each in workers if self._rotation.is_well(each)]
             lists = await asyncio.gather(*map(self._models_of, asked))
-            self._told = {each.text: self._told.get(each.text, {}) for each in workers}
-            self._told |= zip(asked, lists, strict=True)
+            told = self._told | dict(zip(asked, lists, strict=True))
+            self._told = {each.text: told.get(each.text, {}) for each in workers}
             models: dict[str, msgspec.Raw] = {}
             for rows in self._told.values():
                 for name, row in rows.items():
@@ -70,8 +70,8 @@ class ModelList:
             listed = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             rows = msgspec.json.decode(listed["data"], type=list[msgspec.Raw])
             return {_named(row).id: row for row in rows}
-        except (OutboundFailed, msgspec.DecodeError, LookupError, ValueError):
-            return {}
+        except (OutboundFailed, msgspec.DecodeError, LookupError, ValueError, RecursionError):
+            return self._told.get(base, {})
 
     def close(self) -> None:
         if self._asking is not None:

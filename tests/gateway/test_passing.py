@@ -160,3 +160,31 @@ async def test_an_ejected_worker_is_not_asked_for_its_models_and_counts_as_it_wa
         rotation.ejected = frozenset({out.url, well.url})
         assert (await told(models.answer(b"")))[0] == 200
         assert (len(well.requests), len(out.requests)) == (2, 1)
+
+
+@on_loop
+async def test_the_last_list_of_a_worker_counts_until_it_gives_another() -> None:
+    answers = [
+        (cards("a"), b"a"),
+        (b"", b"a"),
+        (b"HTTP/1.1 500 x\r\ncontent-length: 2\r\n\r\n{}", b"a"),
+        *((response(text), b"a") for text in (b"{", b"{}", b'{"data":1}', b'{"data":[{}]}')),
+        (response(b'{"data":' + b"[" * 100_000 + b"]" * 100_000 + b"}"), b"a"),
+        (cards("b"), b"b"),
+        (cards(), b""),
+    ]
+
+    async def serve(reader: Any, writer: Any) -> None:
+        writer.write(answers[0][0])
+        if not answers[0][0]:
+            writer.close()
+
+    async with serving(serve) as worker:
+        rotation = Rotation(EjectionSettings(), 0.0)
+        rotation.set([worker.url])
+        models = ModelList(rotation, client())
+        while answers:
+            models._until = 0.0
+            status, body = await told(models.answer(b""))
+            name = answers.pop(0)[1]
+            assert (status, name in body) == (200 if name else 503, True)
