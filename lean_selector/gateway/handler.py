@@ -58,6 +58,10 @@ def resource_of(path: bytes) -> bytes:
     return (unquote_to_bytes(path) if _PERCENT in path else path).rstrip(b"/") or b"/"
 
 
+def _is_of_models(path: bytes) -> bool:
+    return (path + b"/").startswith(MODELS + b"/")
+
+
 def http_refusal(error: HttpError) -> bytes:
     """Returns the gateway's response to an error of the HTTP layer."""
     return OpenAiErrorBody.encoded(error.status, error.text)
@@ -130,7 +134,7 @@ class GatewayHandler:
         if is_get and path.startswith(MODELS + b"/"):
             model = path.removeprefix(MODELS + b"/").decode(errors="replace")
             return self._models.answer(id_line(request_id), model)
-        if not is_completion and not self._passes(path):
+        if not is_completion and not self._passes(request.method, path):
             text = (
                 f"{request.method.decode()} {path[:256].decode(errors='replace')} is not forwarded"
             )
@@ -155,7 +159,10 @@ class GatewayHandler:
             self._spans.begin(proxied)
         return self._placing.begin(proxied, is_completion)
 
-    def _passes(self, path: bytes) -> bool:
+    def _passes(self, method: bytes, path: bytes) -> bool:
+        """Whether a request is proxied for which no worker is chosen. Browsers ask by OPTIONS."""
+        if method == b"OPTIONS" and (path in ROUTED or _is_of_models(path)):
+            return True
         if self._pass_through == "openai":
             return _OPENAI.fullmatch(path) is not None
         return self._pass_through == "all"
@@ -256,7 +263,7 @@ def _role_for(request: Request) -> Role:
     path, is_get = resource_of(request.path), request.method in (b"GET", b"HEAD")
     if is_get and path in OWN:
         return OPEN
-    return READ if is_get and (path + b"/").startswith(MODELS + b"/") else WRITE
+    return READ if is_get and _is_of_models(path) else WRITE
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:

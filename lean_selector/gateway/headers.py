@@ -1,8 +1,8 @@
 """Header lines to forward, ids of requests, and answers of the gateway itself.
 
 Fields about one connection are removed: the hop-by-hop fields of RFC 9110 section 7.6.1, and the
-fields that the field `connection` names. The input was validated: every line break is CRLF, and no
-line is folded."""
+fields that the field `connection` names, except those that describe the body. The input was
+validated: every line break is CRLF, and no line is folded."""
 
 import functools
 import os
@@ -100,11 +100,13 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """Returns the fields that a `connection` line names, except fields that are always removed."""
+    """Returns the fields that a `connection` line names, except those that are always removed, and
+    those of the body (`content-length`, ...), without which its reader waits or misreads."""
     found = _CONNECTION.findall(lines)
     if not found:
         return _NONE
-    return frozenset(map(bytes.strip, b",".join(found).lower().split(b","))) - _USUAL
+    named = frozenset(map(bytes.strip, b",".join(found).lower().split(b","))) - _USUAL
+    return frozenset([each for each in named if not each.startswith(b"content-")])
 
 
 def _without(lines: bytes, names: frozenset[bytes]) -> bytes:

@@ -30,6 +30,7 @@ from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
 
+_BOM: Final = b"\xef\xbb\xbf"  # some clients write it before the body, and engines skip it
 # Characters of an engine's list of ids: enough for 2 million tokens, the longest known prompt.
 MOST_ID_BYTES: Final = 16 << 20
 # Parsing takes a few MiB besides the body, and scanning 16 MiB takes some 50 ms: objects are
@@ -116,7 +117,7 @@ class ModelRequest:
     body is not an object or is too expensive to parse, and for an invalid model, salt or flag."""
 
     def __init__(self, path: str, body: bytes) -> None:
-        self.fields = _fields(body)
+        self.fields = _fields(body.removeprefix(_BOM))
         self.body: Final = body
         self.model = self._value("model", _read_text, "a string")
         self.streams = bool(self._value("stream", _read_flag, "true or false"))

@@ -7,6 +7,7 @@ its request waits, the task is cancelled, and the request's reservation ends."""
 import asyncio
 import contextlib
 import logging
+import re
 import ssl
 from collections.abc import Callable
 from time import monotonic, perf_counter
@@ -48,6 +49,7 @@ MOST_ATTEMPTS: Final = 5
 MOST_MISSED: Final = 0.01
 
 _NOBODY: Final = frozenset[int]()
+_OBJECT: Final = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*+\{")  # perhaps behind a BOM
 
 _decode = msgspec.json.Decoder(NamesModel).decode
 
@@ -255,10 +257,11 @@ class Reservation(WorkerLease):
 
 def peeked_model(body: bytes | bytearray) -> str | None:
     """Returns the model that a JSON body names, or None."""
-    if not body.startswith(b"{"):
+    found = _OBJECT.match(body)
+    if found is None:
         return None
     try:
-        return _decode(body).model
+        return _decode(memoryview(body)[found.end() - 1 :]).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -6,7 +6,6 @@ of different slices may be a few milliseconds apart. Label values are route temp
 models and workers, but never ids chosen by clients, so the number of series is bounded."""
 
 import os
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
 
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, UnknownModel, WaitedTooLong
+from lean_selector.service.logs import without_controls
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,8 +26,6 @@ FASTEST_S: Final = LATENCY_BOUNDS_S[0]
 LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
 LAG_EVERY_S = 0.05  # 20 wake-ups a second take 0.01 % of a core
 
-# Control characters except the line feed, which the format itself escapes, and bidirectional marks.
-_CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 Number = int | float
 # (label text as made by `labels`, value); None: a pause without a sample
@@ -251,7 +249,7 @@ def escaped(value: str) -> str:
     them."""
     if not value.isprintable():
         value = value.encode("utf-8", "replace").decode()
-        value = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
+        value = without_controls(value)
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

@@ -132,10 +132,23 @@ MAX_KINDS = 1000  # a few dozen exist; if data makes more, the further ones shar
 
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 _PLAIN_VALUE = re.compile(r"[\w.:/*+@%,\[\]-]+")
-# Characters that JSON need not escape: DEL and C1 controls, line and paragraph separators,
-# bidirectional marks.
-_CONTROLS = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+# What a terminal or a line reader may interpret: control characters except the line feed, line and
+# paragraph separators, bidirectional marks, and tags.
+_CONTROLS = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\U000e0000-\U000e007f]"
+)
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+def json_escape(letter: str) -> str:
+    r"""Returns a character as in a JSON string: `\u00e9`, or a pair of surrogates."""
+    units = letter.encode("utf-16-be", "surrogatepass").hex()
+    return "".join([f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)])
+
+
+def without_controls(text: str) -> str:
+    """Returns `text` with JSON escapes in place of _CONTROLS."""
+    return _CONTROLS.sub(lambda found: json_escape(found[0]), text)
 
 
 class LogState:
@@ -234,7 +247,7 @@ def _quoted(text: str) -> str:
 
 def _one_line(json: bytes) -> str:
     """Returns `json` as text. Escapes characters that a terminal or a line reader may interpret."""
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
+    return without_controls(json.decode())
 
 
 class JsonLines(logging.Formatter):

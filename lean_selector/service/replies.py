@@ -16,6 +16,7 @@ from lean_selector.http.response import (
     Response,
     encode_response,
 )
+from lean_selector.service.logs import json_escape
 from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import ErrorBody
 
@@ -156,8 +157,8 @@ def warning_line(warnings: Sequence[str]) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Escapes characters outside printable ASCII (as in `\\u00e9`), for use in a header."""
-    return "".join(letter if " " <= letter <= "~" else f"\\u{ord(letter):04x}" for letter in text)
+    """Escapes characters outside printable ASCII as JSON does, for use in a header."""
+    return "".join(letter if " " <= letter <= "~" else json_escape(letter) for letter in text)
 
 
 # -- answers that may be large --------------------------------------------------------------------

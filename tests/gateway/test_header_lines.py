@@ -56,6 +56,16 @@ def test_each_connection_line_names_fields() -> None:
     assert answer_lines(told) == b"\r\na: b"
 
 
+def test_a_connection_line_takes_nothing_away_that_describes_the_body() -> None:
+    lines = b"\r\nConnection: Content-Length, content-encoding, a\r\ncontent-length: 3\r\na: b"
+    assert answer_lines(lines) == b"\r\ncontent-length: 3"
+    assert answer_lines(lines, without_length=True) == b""
+    text = section(
+        "connection: content-type", "content-type: application/json", "content-length: 3"
+    )
+    assert request_lines(text) == b"\r\ncontent-type: application/json"
+
+
 def test_thousands_of_named_fields_cost_no_more_than_a_look_at_each() -> None:
     """Each was a regular expression of its own, compiled anew."""
     names = [f"x-{number}" for number in range(4000)]

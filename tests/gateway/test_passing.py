@@ -9,7 +9,8 @@ from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.handler import GatewayHandler
 from lean_selector.gateway.model_list import ModelList
-from lean_selector.gateway.model_request import ROUTED_PATHS
+from lean_selector.gateway.model_request import ROUTED_PATHS, ModelRequest
+from lean_selector.gateway.placing import peeked_model
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.head import Request
@@ -97,6 +98,25 @@ def test_openai_s_routes_pass_unless_none_do_and_an_engine_s_own_only_where_all_
             assert isinstance(answer, bytes)
             status, _, body = parted(answer)
             assert (status, error(body)["code"]) == (404, "unknown_url")
+
+
+@pytest.mark.parametrize("pass_through", ["all", "openai", "none"])
+def test_a_browser_may_ask_what_it_may_send_wherever_it_may_send(pass_through: str) -> None:
+    for path in (
+        *sorted(ROUTED_PATHS),
+        "/v1/models",
+        "/v1/models/org/m",
+        *OPENAI,
+        "/sleep",
+        "/ready",
+    ):
+        placing = Placing()
+        request = get(path)
+        request.method = b"OPTIONS"
+        handler(placing, pass_through)(request)
+        served = path in ROUTED_PATHS or path.startswith("/v1/models")
+        passed = served or pass_through == "all" or (path in OPENAI and pass_through == "openai")
+        assert placing.begun == ([(path.encode(), False)] if passed else [])
 
 
 @pytest.mark.parametrize("pass_through", ["all", "openai", "none"])
@@ -188,3 +208,12 @@ async def test_the_last_list_of_a_worker_counts_until_it_gives_another() -> None
             status, body = await told(models.answer(b""))
             name = answers.pop(0)[1]
             assert (status, name in body) == (200 if name else 503, True)
+
+
+@pytest.mark.parametrize("start", [b"", b" ", b"\r\n\t ", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+def test_a_passed_body_s_model_is_found_wherever_the_body_begins(start: bytes) -> None:
+    for body in (b'{"model":"b"}', b'{\n "x": [1], "m\\u006fdel": "\\u0062"}'):
+        assert peeked_model(start + body) == peeked_model(bytearray(start + body)) == "b"
+        assert ModelRequest("/v1/completions", start + body).model == "b"
+    for other in (b"", b"[]", b"x{}", b'"{}"', b"{"):
+        assert peeked_model(start + other) is None

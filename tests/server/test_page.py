@@ -201,6 +201,8 @@ def test_names_of_others_are_text(browser: BrowserPage) -> None:
                 browser.ask(f"document.getElementById('tab-{tab}').click()")
                 wide = "document.documentElement.scrollWidth <= innerWidth"
                 assert browser.ask(wide), f"{tab} is wider than the phone"
+            bar = "(({scrollHeight, clientHeight}) => scrollHeight - clientHeight)"
+            assert browser.ask(f"{bar}(document.getElementById('tabs'))") == 0, "a scroll bar"
 
 
 def test_a_large_fleet_is_a_heat_map_and_few_rows(browser: BrowserPage) -> None:

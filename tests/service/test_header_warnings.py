@@ -95,7 +95,8 @@ def test_many_faults_make_a_short_line() -> None:
 def test_a_warning_is_one_header_line_whatever_is_in_it() -> None:
     assert warning_line(["a", "b"]) == b"x-warning: a; b\r\n"
     assert (
-        warning_line(["x\r\ny: \u00e9\x7f"]) == b"x-warning: x\\u000d\\u000ay: \\u00e9\\u007f\r\n"
+        warning_line(["x\r\ny: \u00e9\x7f\U0001f980"])
+        == b"x-warning: x\\u000d\\u000ay: \\u00e9\\u007f\\ud83e\\udd80\r\n"
     )
     assert len(warning_line(["a" * 10_000])) < 2_100
     cut = warning_line(["a" + "\u00e9" * 10_000])
@@ -281,10 +282,10 @@ def gate_with(*models: str) -> InProcess:
 
 
 def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:
-    gate = gate_with("llama", "a, b", "ö", "llama")
+    gate = gate_with("llama", "a, b", "ö", "llama", "\U0001f980\x7f")
     status, lines = headers(gate, "/select", {"model_name": "lama", "token_ids": [1]})
     assert status == 503
-    assert lines["x-known-models"] == r'"a, b", "llama", "\u00f6"'
+    assert lines["x-known-models"] == r'"a, b", "llama", "\u00f6", "\ud83e\udd80\u007f"'
     assert "x-known-models" not in headers(gate_with(), "/select", {"token_ids": [1]})[1]
 
 

@@ -60,7 +60,18 @@ def test_a_json_line_has_the_same() -> None:
 
 @pytest.mark.parametrize("lines", [TextLines(), JsonLines()], ids=["text", "json"])
 @pytest.mark.parametrize(
-    "nasty", ["two\nlines", "cr\r", "nul\x00", "esc\x1b[31m", 'quote"', "\u2028", "\x85", "\ud800"]
+    "nasty",
+    [
+        "two\nlines",
+        "cr\r",
+        "nul\x00",
+        "esc\x1b[31m",
+        'quote"',
+        "\u2028",
+        "\x85",
+        "\ud800",
+        "\U000e0041",
+    ],
 )
 def test_whatever_a_client_sent_stays_on_one_line(lines: logging.Formatter, nasty: str) -> None:
     line = lines.format(record(nasty, field=nasty, nested=[nasty]))
