@@ -23,6 +23,7 @@ PARTIAL: Final = "partial"
 
 _AT_ONCE: Final = {MISMATCH: logging.WARNING, PARTIAL: logging.INFO}
 _AFTER_GRACE: Final = (UNREACHABLE, SILENT, NO_REPLAY)
+_RENEW: Final = "DELETE the worker, then POST it with the engine's"
 
 
 def condition(
@@ -45,7 +46,7 @@ def condition(
             return MISMATCH, _unlike_prompts(ingest)
         return MISMATCH, (
             f"the engine's blocks are of {ingest.other_size} tokens, the worker's block_size is "
-            f"{ingest.block_size}: {other} of {stored + other} stored events were skipped"
+            f"{ingest.block_size}: {other} of {stored + other} stored events were skipped; {_RENEW}"
         )
     state = cursor.state
     if state is SourceState.SILENT:
@@ -68,7 +69,8 @@ def _unlike_prompts(ingest: KvIngest) -> str:
     told = str(ingest.is_eagle).lower()
     return (
         f"{ingest.stored_unlike_prompts} of {ingest.stored} stored events cover the token after a "
-        f"block where prompts do not, or the other way round: the worker's is_eagle is {told}"
+        f"block where prompts do not, or the other way round: the worker's is_eagle is {told}; "
+        f"{_RENEW}"
     )
 
 

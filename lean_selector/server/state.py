@@ -194,17 +194,18 @@ class SelectorCatalog:
         }
         for part in file.partitions:
             key = part.model_name, part.tenant_id
-            members = [
-                each for each in part.members if each in workers and workers[each].key == key
-            ]
-            if members:
-                restore_partition(selector.catalog, key, part.block_size, part.is_eagle, members)
+            restore_partition(selector.catalog, key, part.block_size, part.is_eagle, part.members)
         for spec in workers.values():
             try:
                 selector.upsert_worker(spec, now)
             except SelectorError as error:
                 problems.append(f"worker {spec.worker_id}: {error.message}")
-                self._not_a_member(spec)
+        catalog = selector.catalog
+        for part in file.partitions:  # members that were not restored hold no block size
+            key = part.model_name, part.tenant_id
+            for member in part.members:
+                if member not in catalog.workers or catalog.workers[member].spec.key != key:
+                    catalog.leave(key, member)
         if self.roster is not None:  # treat them as just found by their discoveries
             for kept in sought.values():
                 worker = selector.catalog.workers.get(kept.worker_id)
@@ -213,14 +214,6 @@ class SelectorCatalog:
                 elif worker is not None:
                     self.roster.take_back(kept, worker.spec)
         return problems
-
-    def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Removes a worker that failed to register from its restored partition (model and tenant).
-        A partition left without workers is removed too, so that its old block size is forgotten."""
-        partitions = self.selector.catalog.partitions
-        partition = partitions.get(spec.key)
-        if partition is not None and partition.leave(spec.worker_id):
-            del partitions[spec.key]
 
 
 # -- the slot tracker's ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from lean_selector.core.zmq_endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.http.head import Request
 from lean_selector.service.replies import is_json, printable, warning_line
 from lean_selector.service.routes import Route, Served
-from lean_selector.wire.discovery_states import EVENTS_PORT
+from lean_selector.wire.discovery_states import EVENTS_PORT, OF_OTHER_BLOCKS, OTHER_BLOCKS
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
@@ -156,6 +156,8 @@ def registration_warnings(
     events are off: then only the worker's HTTP endpoint is checked."""
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
+    if worker.reasons and worker.reasons[0].startswith(OF_OTHER_BLOCKS):
+        warnings.append(OTHER_BLOCKS)
     room = len(warnings) + _NAMED
     if listens and not worker.reasons and not judgement.has_events:
         warnings.append(NO_EVENTS)

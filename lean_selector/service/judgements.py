@@ -6,6 +6,8 @@ from typing import Final
 
 from lean_selector.wire.discovery_states import (
     EVENTS_PORT,
+    OF_OTHER_BLOCKS,
+    OTHER_BLOCKS,
     DiscoveredWorker,
     DiscoveryReport,
     DiscoveryState,
@@ -69,7 +71,7 @@ _STATES: Final[dict[str, tuple[str, str, str | None]]] = {
     "mismatch": (
         Level.ERROR,
         "its events do not match the registration and are skipped",
-        "register the worker with the engine's block size",
+        "DELETE the worker, then POST it with the engine's block_size and is_eagle",
     ),
     "unreachable": (Level.ERROR, "is not connected", _NOT_HEARD),
     "connecting": (Level.WARNING, "not connected yet", _NOT_HEARD),
@@ -256,12 +258,11 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
             yield from _judge_health(worker)
         else:
             reasons = "; ".join(worker.not_schedulable_reasons) or worker.lifecycle
-            yield Finding(
-                Level.ERROR,
-                f"worker {worker.worker_id}",
-                f"cannot be chosen: {reasons}",
-                f"PATCH /workers/{worker.worker_id} with the missing fields",
-            )
+            mend = f"PATCH /workers/{worker.worker_id} with the missing fields"
+            if reasons.startswith(OF_OTHER_BLOCKS):
+                mend = OTHER_BLOCKS
+            subject = f"worker {worker.worker_id}"
+            yield Finding(Level.ERROR, subject, f"cannot be chosen: {reasons}", mend)
     for (model_name, tenant_id), alike in _alike(workers).items():
         sizes = {worker.block_size: worker.worker_id for worker in alike if worker.block_size}
         if len(sizes) > 1:

@@ -30,7 +30,8 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
             subject,
             f"registered with blocks of {worker.block_size} tokens, the engine has "
             f"{told.block_size}: its events are skipped",
-            f'register it again with "block_size": {told.block_size}, as all workers of its model',
+            f'DELETE it and all workers of its model, then POST them with "block_size": '
+            f"{told.block_size}",
         )
     if told.model_name is not None and told.model_name != worker.model_name:
         yield Finding(

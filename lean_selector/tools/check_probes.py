@@ -160,7 +160,7 @@ class Probes:
             if source.skipped != old.skipped:
                 why = source.problem or ", ".join(source.skipped)
                 what = f"{answered} the events that arrived were skipped: {why}"
-                mend = "register the engine's own block_size and is_eagle, and see GET /kv_sources"
+                mend = "DELETE the worker, then POST it with the engine's block_size and is_eagle"
                 return Finding(Level.ERROR, probe.subject, what, mend)
             if source.messages > old.messages:
                 what = (
@@ -257,7 +257,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
         probe.subject,
         f"its blocks were hashed over {of}, but its registration says otherwise: none of them "
         "matches",
-        f'register all workers of its model again with "is_eagle": {str(is_eagle).lower()}',
+        f'DELETE all workers of its model, then POST them with "is_eagle": {str(is_eagle).lower()}',
     )
 
 

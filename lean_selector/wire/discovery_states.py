@@ -9,6 +9,18 @@ import msgspec
 EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
 
 
+# What to do about a worker whose block_size or is_eagle differs from that of its model (D3).
+OTHER_BLOCKS: Final = (
+    "block_size and is_eagle of a model change when no worker has the old ones any more: DELETE "
+    "its workers, then POST them"
+)
+# How the only reason begins why such a worker cannot be scheduled.
+OF_OTHER_BLOCKS: Final = (
+    "reconciliation failed: block_size mismatch ",
+    "reconciliation failed: is_eagle mismatch ",
+)
+
+
 class DiscoveryState(msgspec.Struct, frozen=True):
     """The state of one target of --discover or --replica-sync-discover."""
 
@@ -57,3 +69,4 @@ class KeptWorker(msgspec.Struct, frozen=True):
     worker_id: int
     discoveries: list[str]
     is_removed: bool
+    uid: str = ""  # of the pod at the endpoint, where Kubernetes reports it

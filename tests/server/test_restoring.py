@@ -100,6 +100,20 @@ def test_a_worker_that_did_not_fit_its_partition_does_not_now(tmp_path: Path) ->
     assert after.selector.catalog.partitions == {}
 
 
+def test_a_size_that_no_restored_worker_has_is_free(tmp_path: Path) -> None:
+    """The worker that held it is no longer allowed."""
+    before = Kept(tmp_path)
+    before.selector.upsert_worker(spec(1, endpoint="http://w1"), 0.0)
+    before.selector.upsert_worker(spec(2, endpoint="http://w2"), 0.0)
+    before.selector.upsert_worker(spec(2, endpoint="http://w2", block_size=8), 0.0)
+    before.save(0.0)
+    check = partial(check_worker, AllowedEndpoints(["http://w2:*"]))
+    after = Kept(tmp_path, DrivenSelector(check_worker=check))
+    after.restore(0.0)
+    workers = after.selector.catalog.workers
+    assert {each: workers[each].lifecycle for each in workers} == {2: "schedulable"}
+
+
 def test_a_restored_id_is_taken_and_can_be_ended(tmp_path: Path) -> None:
     filled(tmp_path).save(30.0)
     after = Kept(tmp_path)

@@ -281,6 +281,15 @@ def gate_with(*models: str) -> InProcess:
     return gate
 
 
+def test_of_a_worker_with_other_blocks_the_way_out_is_named() -> None:
+    gate = gate_with("m")
+    worker = {"worker_id": 0, "model_name": "m", "endpoint": "http://w", "block_size": 999}
+    for call in (("/workers", worker), ("/workers/0", {"block_size": 998}, "PATCH")):
+        status, lines = headers(gate, *call)
+        assert status in (200, 201)
+        assert "DELETE" in lines["x-warning"]
+
+
 def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:
     gate = gate_with("llama", "a, b", "ö", "llama", "\U0001f980\x7f")
     status, lines = headers(gate, "/select", {"model_name": "lama", "token_ids": [1]})

@@ -282,6 +282,17 @@ def test_a_worker_that_lacks_something_does_not_count_whatever_else_it_is() -> N
     assert can_be_chosen([incomplete, worker(2)]) == 1
 
 
+def test_of_a_worker_with_other_blocks_the_way_out_is_named() -> None:
+    """Not PATCH: nothing is missing, and a PATCH does not free the size of the model."""
+    other = worker(1)
+    for field in ("block_size", "is_eagle"):
+        reason = f"reconciliation failed: {field} mismatch for model=m tenant=t: existing=1"
+        other.lifecycle, other.not_schedulable_reasons = "incomplete", [reason]
+        [finding] = judge_workers([other, worker(2)])
+        assert "DELETE" in (finding.mend or "")
+        assert "PATCH" not in (finding.mend or "")
+
+
 def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_none() -> None:
     [finding] = judge_workers([worker(1), worker(2, block_size=32)])
     assert (finding.level, finding.subject) == (ERROR, "model m")

@@ -375,11 +375,18 @@ class Catalog:
 
     # -- changing ------------------------------------------------------------------------------
 
-    def upsert(self, spec: WorkerSpec) -> Worker:
-        """Register a worker, or replace the whole record of the registered worker with this id."""
+    def upsert(self, spec: WorkerSpec, *, anew: bool = False) -> Worker:
+        """Register a worker, or replace the whole record of the registered worker with this id.
+
+        `anew`: as DELETE and POST in one, because its engine restarted with other blocks. The
+        worker's reservations and blocks go (D3). A draining worker still drains."""
         check_limits(spec)
         self._check(spec)
-        return self._install(spec)
+        old = self.workers.get(spec.worker_id)
+        is_draining = old is not None and old.is_draining and old.spec.endpoint == spec.endpoint
+        if anew and old is not None:
+            self.remove(spec.worker_id)
+        return self._install(spec, is_draining)
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
         """Return or create the partition for blocks copied from a peer; None if the partition has
@@ -408,7 +415,7 @@ class Catalog:
         self._check(spec)
         if lifecycle in (DRAINING, SCHEDULABLE):
             worker.is_draining = lifecycle == DRAINING
-        return self._install(spec)
+        return self._install(spec, worker.is_draining and worker.spec.endpoint == spec.endpoint)
 
     def remove(self, worker_id: int) -> Worker:
         """Remove a worker, its ranks, its reservations, and its blocks in the index (D3). Returns
@@ -416,7 +423,7 @@ class Catalog:
         worker = self._known(worker_id)
         self._withdraw(worker)
         self._forget(worker)
-        self._leave(worker.spec.key, worker_id)
+        self.leave(worker.spec.key, worker_id)
         worker.lifecycle, worker.reasons = UNSCHEDULABLE, []
         return worker
 
@@ -426,21 +433,20 @@ class Catalog:
             raise NotFound(f"worker {worker_id} not found")
         return worker
 
-    def _install(self, spec: WorkerSpec) -> Worker:
+    def _install(self, spec: WorkerSpec, is_draining: bool) -> Worker:
         worker_id = spec.worker_id
         reasons, sources, loads = judged(spec, self.partitions.get(spec.key), self._settings)
         old = self.workers.get(worker_id)
-        is_draining = old is not None and old.is_draining and old.spec.endpoint == spec.endpoint
+        left = None if old is None or old.spec.key == spec.key else old.spec.key
         new = Worker(spec, reasons, sources, loads, is_draining)
-        if old is not None and (reasons or old.reasons or old.spec.key != spec.key):
+        if old is not None and (reasons or old.reasons or left is not None):
             self._withdraw(old)
             old = None
         self._keep(new)
         if not reasons:
             self._publish(new, {} if old is None else old.sources)
-        for key, partition in list(self.partitions.items()):
-            if worker_id in partition.members and key != spec.key:
-                self._leave(key, worker_id)
+        if left is not None:
+            self.leave(left, worker_id)
         return new
 
     def _keep(self, worker: Worker) -> None:
@@ -513,17 +519,22 @@ class Catalog:
             partition.index.drop_worker(worker_id)
             self._on_dropped(partition, dropped)
 
-    def _leave(self, key: PartitionKey, worker_id: int) -> None:
+    def leave(self, key: PartitionKey, worker_id: int) -> None:
         """Remove a worker from `members`, the workers that were schedulable in the partition at
-        some time. If no member is left, remove the partition, and check again the workers that were
-        refused because of the partition's block size (D3)."""
+        some time. If the record of no other member has the partition's block size and is_eagle,
+        remove the partition, and check again the workers that were refused for these (D3)."""
         partition = self.partitions.get(key)
-        if partition is None or not partition.leave(worker_id):
+        if partition is None or not partition.established:
             return
+        partition.members.discard(worker_id)
+        for member in partition.members:
+            worker = self.workers.get(member)  # None if it could not be restored
+            if worker is not None and not _mismatch(worker.spec, partition, self._settings):
+                return
         del self.partitions[key]
         partition.abandon()
-        for worker in self.matching(*key):  # none of them is schedulable, or it would be a member
-            self._install(worker.spec)
+        for worker in self.matching(*key):  # none of them is schedulable, or it would hold it
+            self._install(worker.spec, worker.is_draining)
 
 
 _NAMED: Final = 4  # tenants listed in an error; a model may have thousands

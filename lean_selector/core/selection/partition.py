@@ -259,13 +259,6 @@ class Partition:
         self.established = True
         self.members.update(members)
 
-    def leave(self, worker_id: int) -> bool:
-        """Remove a worker from `members`. Returns True if it was the last one."""
-        if worker_id not in self.members:
-            return False
-        self.members.discard(worker_id)
-        return not self.members
-
     def remove_worker(self, worker_id: int) -> list[Reservation]:
         """Remove a worker. Returns the reservations that were on its ranks."""
         self._drop_watermarks(worker_id)

@@ -15,7 +15,7 @@ def restore_partition(
     catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
 ) -> None:
     """Restore a partition of an earlier process. Workers with another block size are refused while
-    one of `members`, the workers that were once schedulable in the partition, is left (D3)."""
+    one of `members`, the workers that were once schedulable in the partition, has this one (D3)."""
     partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
     partition.restore(members)
 

@@ -136,8 +136,8 @@ class Selector:
 
     # -- workers -------------------------------------------------------------------------------
 
-    def upsert_worker(self, spec: WorkerSpec, now: float) -> Worker:
-        return self._changing_workers(lambda: self.catalog.upsert(spec), now)
+    def upsert_worker(self, spec: WorkerSpec, now: float, *, anew: bool = False) -> Worker:
+        return self._changing_workers(lambda: self.catalog.upsert(spec, anew=anew), now)
 
     def patch_worker(self, worker_id: int, changes: dict[str, object], now: float) -> Worker:
         return self._changing_workers(lambda: self.catalog.patch(worker_id, changes), now)

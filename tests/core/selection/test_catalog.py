@@ -207,6 +207,42 @@ def test_the_only_worker_does_not_free_the_size_by_changing_its_own(
     assert not is_refused(deaf.register(1))
 
 
+@pytest.mark.parametrize("leaves", ["delete", "move"])
+@pytest.mark.parametrize("changed", [{"block_size": 8}, {"is_eagle": True}])
+def test_a_size_goes_with_the_last_worker_that_has_it(
+    deaf: DrivenSelector, leaves: str, changed: dict[str, Any]
+) -> None:
+    """Workers that were schedulable with the old one, and say another now, do not hold it."""
+    for worker_id in (1, 2, 3):
+        deaf.register(worker_id)
+    deaf.register(4, **changed)
+    for worker_id in (1, 2):
+        assert is_refused(deaf.register(worker_id, **changed))
+    if leaves == "delete":
+        deaf.remove(3)
+    else:
+        deaf.register(3, model_name="m")
+    workers = deaf.selector.catalog.workers
+    assert [workers[each].lifecycle for each in (1, 2, 4)] == ["schedulable"] * 3
+
+
+def test_who_does_not_have_a_size_frees_it_too_when_nobody_has_it(deaf: DrivenSelector) -> None:
+    """The remedy for one worker works, whichever is told first."""
+    deaf.register(1)
+    deaf.register(2, block_size=8)
+    assert is_refused(deaf.register(1, block_size=8))
+    deaf.remove(2)
+    assert [each.reasons for each in deaf.selector.catalog.workers.values()] == [[]]
+
+
+def test_what_a_worker_lacks_does_not_free_its_size(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(2)
+    deaf.register(1, endpoint="")
+    deaf.remove(2)
+    assert is_refused(deaf.register(3, block_size=8))
+
+
 def test_deleting_the_last_worker_frees_the_size_and_the_partition(deaf: DrivenSelector) -> None:
     deaf.register(1)
     deaf.register(2)
