@@ -32,8 +32,8 @@ def selector_discovery(core: SelectorCore, replication: Replication | None) -> D
     if workers:
         engines = core.engine_client()
 
-        def register(spec: WorkerSpec) -> list[str]:
-            worker = selector.upsert_worker(spec, time.monotonic())
+        def register(spec: WorkerSpec, anew: bool) -> list[str]:
+            worker = selector.upsert_worker(spec, time.monotonic(), anew=anew)
             places, listens = selector.catalog.places, config.router.use_kv_events
             return registration_warnings(worker, places, core.subscriptions, listens=listens)
 

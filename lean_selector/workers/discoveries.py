@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 
 from lean_selector.http.outbound import OutboundClient
@@ -82,12 +82,13 @@ class Discoveries(Part):
             assert workers is not None, "files and URLs list workers, not peers"
             workers.found(target.text, found, time.monotonic())
 
-        def on_places(places: Iterable[Place], leaving: Iterable[Place]) -> None:
+        def on_places(places: Mapping[Place, str], leaving: Iterable[Place]) -> None:
             if finds == "peers" and peers is not None:
                 peers.found(target.text, places, leaving, time.monotonic())
                 return
             entries = tuple(Particulars(endpoint=place.url) for place in places)
-            on_found(Found(entries, frozenset(place.url for place in leaving)))
+            uids = {endpoint_key(place.url): uid for place, uid in places.items()}
+            on_found(Found(entries, frozenset(place.url for place in leaving), uids))
 
         if target.kind == "url":
 

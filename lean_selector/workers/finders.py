@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -63,8 +63,9 @@ class Sighting:
             log.warning(text, self.name, reason, extra={"discovery": self.name})
 
 
-# Called with the found endpoints, and with those reported as terminating.
-OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
+# Called with the found endpoints, each with the uid of the pod there ("" if unknown), and with
+# those reported as terminating.
+OnPlaces = Callable[[Mapping[Place, str], Iterable[Place]], None]
 
 
 # -- files that list workers -----------------------------------------------------------------------
@@ -252,7 +253,7 @@ class DnsFinder:
                 self.sighting.failed(error.strerror or str(error))
             else:
                 self.sighting.found(len(places))
-                self.on_places(places, ())
+                self.on_places(dict.fromkeys(places, ""), ())
             await asyncio.sleep(self.interval_s)
 
     async def _look(self) -> list[Place]:

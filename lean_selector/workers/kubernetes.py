@@ -39,9 +39,16 @@ class Conditions(msgspec.Struct):
     terminating: bool | None = None
 
 
-class SliceEndpoint(msgspec.Struct):
+class TargetRef(msgspec.Struct):
+    """The object behind an endpoint, mostly a pod. No later object has its `uid`."""
+
+    uid: str = ""
+
+
+class SliceEndpoint(msgspec.Struct, rename="camel"):
     addresses: list[str] = []
     conditions: Conditions | None = None
+    target_ref: TargetRef | None = None
 
 
 class Port(msgspec.Struct, rename="camel"):
@@ -85,13 +92,14 @@ _SECURE: Final = frozenset({"https", "kubernetes.io/https"})
 _USUAL: Final = ("http", "https")
 
 
-def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], list[Place]]:
-    """Returns a service's ready endpoints and its terminating endpoints, each list sorted.
+def places_of(slices: Iterable[Slice], port: str | None) -> tuple[dict[Place, str], list[Place]]:
+    """Returns a service's ready endpoints, each with the uid of its pod ("" if it has none), and
+    its terminating endpoints, both sorted.
 
     `port` is a name or a number. IPv6 endpoints are used only if there are no IPv4 endpoints."""
     slices = list(slices)
     is_v4 = any(each.address_type == "IPv4" and each.endpoints for each in slices)
-    ready: set[Place] = set()
+    ready: dict[Place, str] = {}
     leaving: set[Place] = set()
     for each in slices:
         if is_v4 and each.address_type == "IPv6":
@@ -110,8 +118,10 @@ def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], l
             if conditions is not None and conditions.terminating:
                 leaving.add(place)
             elif conditions is None or conditions.ready is not False:
-                ready.add(place)
-    return sorted(ready), sorted(leaving - ready)
+                # One slice may still list a pod whose successor is in another one already.
+                uid = endpoint.target_ref.uid if endpoint.target_ref is not None else ""
+                ready[place] = max(uid, ready.get(place, ""))
+    return dict(sorted(ready.items())), sorted(leaving - ready.keys())
 
 
 def _chosen(ports: list[Port], wanted: str | None) -> Port | None:

@@ -152,6 +152,7 @@ class Found(msgspec.Struct, frozen=True):
 
     entries: tuple[Particulars, ...] = ()  # each with an endpoint
     leaving: frozenset[str] = frozenset()  # terminating endpoints, removed without a grace period
+    uids: Mapping[str, str] = {}  # endpoint_key -> uid of the pod there, which is never reused
 
 
 # -- ids and keys ----------------------------------------------------------------------------------

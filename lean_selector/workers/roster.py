@@ -8,7 +8,7 @@ argument."""
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -53,6 +53,7 @@ class KnownWorker:
     asking: asyncio.Task[None] | None = None
     warnings: Sequence[str] = ()  # of its last registration, as logged
     is_restored: bool = False  # not found since the process started
+    uid: str = ""  # of the pod that is there; "" if no target knows it
 
     def __post_init__(self) -> None:
         self.worker_id = self.id_by(self.entry)
@@ -73,10 +74,11 @@ log = logging.getLogger("lean_selector.discovery")
 @dataclass(eq=False)
 class Roster:
     """The workers that --discover finds. `register` and `remove` change the catalog, and may raise
-    SelectorError. `register` returns warnings. Used only on the event loop's thread."""
+    SelectorError. `register(spec, anew)` returns warnings; with `anew` the worker's reservations
+    and blocks go, as by DELETE and POST. Used only on the event loop's thread."""
 
     catalog: Catalog
-    register: Callable[[WorkerSpec], Sequence[str]]
+    register: Callable[[WorkerSpec, bool], Sequence[str]]
     remove: Callable[[int], object]
     defaults: Particulars
     grace_s: float
@@ -90,8 +92,10 @@ class Roster:
 
     def __post_init__(self) -> None:
         self._found: dict[str, dict[str, Particulars]] = {}  # discovery -> key -> entry
+        self._uids: dict[str, Mapping[str, str]] = {}  # discovery -> key -> uid of the pod there
         self._known: dict[str, KnownWorker] = {}  # by key
         self._revision = -1  # revision of the catalog at the last comparison
+        self._retried = -1  # revision when refused workers were last tried again
         # Endpoint -> id of workers that discovery does not control
         self._others: dict[str, int] = {}
 
@@ -107,6 +111,7 @@ class Roster:
         entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
         before = self._found.get(discovery, {})
         self._found[discovery] = entries
+        self._uids[discovery] = found.uids
         self._compare()
         for key in [*before.keys() - entries.keys(), *entries]:
             self._name(key, now)
@@ -132,13 +137,17 @@ class Roster:
 
     def look(self, now: float) -> None:
         """Removes workers that no target lists and whose grace period is over. Notices workers that
-        were changed over HTTP. Call this about twice a second."""
+        were changed over HTTP. Tries again what was refused, for an id for example, after any
+        worker has changed. Call this about twice a second."""
         self._compare()
         for known in list(self._known.values()):
             if known.leaves_at is not None and known.leaves_at <= now:
-                del self._known[known.key]
-                self.on_gone(known)
-                self._withdraw(known)
+                self._drop(known)
+        if self._retried != self.catalog.revision:
+            for known in self._known.values():
+                if known.state is State.REFUSED and self.refusal(known.key) is None:
+                    self._settle(known)
+            self._retried = self.catalog.revision
 
     # -- what outlives the process -------------------------------------------------------------
 
@@ -146,7 +155,7 @@ class Roster:
         """Returns workers to store: those discovery registered, and those deleted over HTTP."""
         self._compare()
         return [
-            KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
+            KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None, known.uid)
             for known in self._known.values()
             if known.spec is not None or known.state is State.REMOVED
         ]
@@ -159,6 +168,7 @@ class Roster:
         entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
         known = KnownWorker(kept.key, entry)
         known.is_restored = True
+        known.uid = kept.uid
         known.discoveries = kept.discoveries
         known.spec = spec
         known.state = State.REMOVED if spec is None else State.REGISTERED
@@ -170,9 +180,14 @@ class Roster:
 
     def _name(self, key: str, now: float) -> None:
         """Updates the worker at the endpoint `key` after a target was read. If several targets list
-        the worker, the description in the target that was read first is used."""
+        the worker, the description in the target that was read first is used. Another pod at the
+        same endpoint is another worker."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
+        uid = next((uid for name in by if (uid := self._uids.get(name, {}).get(key))), "")
+        if known is not None and uid and known.uid and uid != known.uid:
+            self._drop(known)
+            known = None
         if not by:
             if known is not None and known.leaves_at is None:
                 known.discoveries = []
@@ -182,6 +197,7 @@ class Roster:
         is_new = known is None
         if known is None:
             known = self._known[key] = KnownWorker(key, entry)
+        known.uid = uid or known.uid
         changed = not is_new and (
             known.entry != entry or (known.is_restored and known.entry is not entry)
         )
@@ -218,7 +234,7 @@ class Roster:
                 return
             if self._is_taken(known):
                 return
-            warnings = self.register(spec)
+            warnings = self.register(spec, _has_restarted(known.spec, spec))
         except (SelectorError, ValueError) as error:
             self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return
@@ -251,6 +267,11 @@ class Roster:
             known.state = State.BY_HTTP
             return True
         return False
+
+    def _drop(self, known: KnownWorker) -> None:
+        del self._known[known.key]
+        self.on_gone(known)
+        self._withdraw(known)
 
     def _withdraw(self, known: KnownWorker) -> None:
         """Removes a worker's registration from the catalog if discovery made it."""
@@ -305,6 +326,13 @@ class Roster:
                 is_there = known.worker_id in workers or known.key in self._others
                 known.state = State.BY_HTTP if is_there else State.REMOVED
         self._revision = self.catalog.revision
+
+
+def _has_restarted(old: WorkerSpec | None, new: WorkerSpec) -> bool:
+    """Whether an engine has other blocks than before, which it cannot get while it runs."""
+    return old is not None and (
+        old.block_size != new.block_size or bool(old.is_eagle) != bool(new.is_eagle)
+    )
 
 
 def _named(known: KnownWorker) -> dict[str, object]:

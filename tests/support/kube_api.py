@@ -30,6 +30,7 @@ def slice_of(
     conditions: dict[str, bool] | None = None,
     app_protocol: str | None = None,
     service: str = SERVICE,
+    uid: str = "",
 ) -> dict[str, Any]:
     """One slice, all of whose endpoints are in the same condition."""
     ready = {"ready": True, "serving": True, "terminating": False}
@@ -47,7 +48,7 @@ def slice_of(
                 "addresses": [address],
                 "conditions": conditions if conditions is not None else ready,
                 "nodeName": "node-1",
-                "targetRef": {"kind": "Pod", "name": f"vllm-{at}"},
+                "targetRef": {"kind": "Pod", "name": f"vllm-{at}", "uid": uid},
             }
             for at, address in enumerate(addresses)
         ],

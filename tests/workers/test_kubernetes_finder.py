@@ -192,6 +192,18 @@ def test_of_both_families_the_older_stands_for_both() -> None:
     assert found(v6, slice_of("a", [])) == ["http://[fd00::1]:8000"]
 
 
+def test_each_endpoint_has_the_uid_of_its_pod_and_the_same_of_several_each_time() -> None:
+    old, new = (slice_of(uid, ["10.0.0.1"], uid=uid) for uid in "ab")
+    bare = slice_of("c", ["10.0.0.2"])
+    del bare["endpoints"][0]["targetRef"]
+    for slices in ([old, new, bare], [bare, new, old]):
+        ready, _ = places_of(msgspec.convert(slices, list[Slice]), None)
+        assert [(str(place), uid) for place, uid in ready.items()] == [
+            ("10.0.0.1:8000", "b"),
+            ("10.0.0.2:8000", ""),
+        ]
+
+
 def test_the_port_that_is_meant_is_named_or_usual_or_the_first() -> None:
     several = slice_of("a", ["10.0.0.1"], port=1, port_name="metrics")
     several["ports"] += [

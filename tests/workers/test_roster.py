@@ -31,9 +31,9 @@ class Driven:
         self.registered: list[int] = []
         self.warnings: list[str] = []  # of whatever is registered
 
-        def register(spec: WorkerSpec) -> list[str]:
+        def register(spec: WorkerSpec, anew: bool) -> list[str]:
             self.registered.append(spec.worker_id)
-            selector.upsert_worker(spec, self.selecting.now)
+            selector.upsert_worker(spec, self.selecting.now, anew=anew)
             return list(self.warnings)
 
         self.roster = Roster(
@@ -48,12 +48,16 @@ class Driven:
         )
 
     def find(
-        self, *found: str | Particulars, by: str = "one", leaving: tuple[str, ...] = ()
+        self,
+        *found: str | Particulars,
+        by: str = "one",
+        leaving: tuple[str, ...] = (),
+        uids: dict[str, str] | None = None,
     ) -> None:
         entries = tuple(
             Particulars(endpoint=each) if isinstance(each, str) else each for each in found
         )
-        self.roster.found(by, Found(entries, frozenset(leaving)), self.selecting.now)
+        self.roster.found(by, Found(entries, frozenset(leaving), uids or {}), self.selecting.now)
 
     def known(self, key: str) -> KnownWorker:
         return next(each for each in self.roster if each.key == key)
@@ -69,6 +73,10 @@ class Driven:
         """As POST /workers."""
         fields = {"model_name": "m", "block_size": 4, "kv_events_endpoint": "tcp://h:1", **fields}
         self.catalog.upsert(WorkerSpec(worker_id=worker_id, **fields))
+
+    def book(self, key: str) -> None:
+        """Reserve `r` on the worker of this endpoint."""
+        self.selecting.reserve("r", (worker_id_of(key), 0), key=("m", "default"))
 
     def endpoints(self) -> list[str]:
         return sorted(worker.spec.endpoint or "" for worker in self.catalog.workers.values())
@@ -220,6 +228,96 @@ def test_of_two_with_one_id_the_first_has_it() -> None:
     assert driven.known(B).error == f"worker_id 1 is that of {A}"
 
 
+def test_an_id_goes_to_another_endpoint_when_its_holder_has_left() -> None:
+    driven = Driven()
+    driven.find(entry(A, worker_id=1))
+    driven.find(entry(B, worker_id=1))
+    assert (driven.known(B).state, driven.endpoints()) == (State.REFUSED, [A])
+    driven.later(GRACE_S)
+    assert (driven.known(B).error, driven.endpoints()) == (None, [B])
+
+
+@pytest.mark.parametrize("shift", [1, 2])
+def test_ids_change_hands_within_one_file(shift: int) -> None:
+    hosts = [A, B, "http://c:8000"]
+    driven = Driven()
+    driven.find(*(entry(host, worker_id=at) for at, host in enumerate(hosts)))
+    turned = {(at + shift) % 3: host for at, host in enumerate(hosts)}
+    driven.find(*(entry(host, worker_id=at) for at, host in turned.items()))
+    workers = driven.catalog.workers
+    assert {each: workers[each].spec.endpoint for each in workers} == turned
+
+
+# -- restarted engines ----------------------------------------------------------------------------
+
+
+def test_a_fleet_restarts_with_other_blocks_one_engine_after_the_other() -> None:
+    """The last one that had the old size takes it along, and its load goes like that of all."""
+    driven = Driven()
+    driven.find(A, B)
+    driven.hear(A)
+    driven.hear(B)
+    driven.book(A)
+    anew = msgspec.structs.replace(ENGINE, block_size=8)
+    driven.hear(A, anew)
+    a, b = (driven.catalog.workers[worker_id_of(host)] for host in (A, B))
+    assert (a.lifecycle, b.lifecycle) == ("incomplete", "schedulable")
+    driven.hear(B, anew)
+    partition = driven.catalog.partitions["m", "default"]
+    assert (partition.block_size, sorted(partition.workers)) == (8, sorted(partition.members))
+    assert len(partition.workers) == 2
+    assert not partition.slots.reservations
+
+
+def test_a_restart_with_eagle_is_applied_and_a_draining_worker_still_drains() -> None:
+    driven = Driven()
+    driven.find(A)
+    driven.hear(A)
+    driven.catalog.patch(worker_id_of(A), {"lifecycle": "draining"})
+    driven.hear(A, msgspec.structs.replace(ENGINE, is_eagle=True))
+    worker = driven.catalog.workers[worker_id_of(A)]
+    assert (worker.spec.is_eagle, worker.lifecycle) == (True, "draining")
+    assert driven.catalog.partitions["m", "default"].is_eagle
+
+
+def test_what_cannot_be_registered_leaves_the_old_size_and_load() -> None:
+    driven = Driven()
+    driven.find(A)
+    driven.hear(A)
+    driven.book(A)
+    bad = msgspec.structs.replace(ENGINE, block_size=8, data_parallel_size=5000)
+    driven.hear(A, bad)
+    partition = driven.catalog.partitions["m", "default"]
+    assert (partition.block_size, list(partition.slots.reservations)) == (4, ["r"])
+
+
+def test_another_pod_at_the_same_endpoint_is_another_worker() -> None:
+    driven = Driven()
+    driven.find(A, uids={A: "first"})
+    driven.hear(A)
+    driven.book(A)
+    partition = driven.catalog.partitions["m", "default"]
+    for same in ({A: "first"}, {}, {A: "first"}):  # a uid that is not reported is no other uid
+        driven.find(A, uids=same)
+        assert list(partition.slots.reservations) == ["r"]
+    driven.find()  # the pod ends, and its successor comes within the grace
+    driven.find(A, by="two")
+    driven.find(A, uids={A: "second"})
+    assert (driven.endpoints(), driven.asked, driven.gone) == ([], [A, A], [A])
+    driven.hear(A)
+    assert not driven.catalog.partitions["m", "default"].slots.reservations
+
+
+def test_another_pod_is_registered_where_the_last_one_was_deleted_but_not_over_http() -> None:
+    driven = Driven()
+    driven.find(entry(A), entry(B), uids={A: "1", B: "2"})
+    driven.catalog.remove(worker_id_of(A))
+    driven.post(worker_id_of(B), endpoint=B)
+    driven.find(entry(A), entry(B), uids={A: "3", B: "4"})
+    assert driven.known(A).state is State.REGISTERED
+    assert driven.known(B).state is State.BY_HTTP
+
+
 # -- leaving --------------------------------------------------------------------------------------
 
 
@@ -293,6 +391,14 @@ class Story(RuleBasedStateMachine):
         self.named[by] = hosts
         self.driven.find(*(entry(host, block_size=size) for host in sorted(hosts)), by=by)
 
+    @rule(ids=st.lists(st.sampled_from(range(2, 6)), max_size=4, unique=True))
+    def gives_ids(self, ids: list[int]) -> None:
+        """A file gives ids, and later the same ids to others."""
+        hosts = HOSTS[: len(ids)]
+        self.named["one"] = set(hosts)
+        found = zip(hosts, ids, strict=True)
+        self.driven.find(*(entry(host, worker_id=number) for host, number in found))
+
     @rule(host=st.sampled_from(HOSTS), worker_id=st.sampled_from([1, None]))
     def is_posted(self, host: str, worker_id: int | None) -> None:
         self.driven.post(worker_id or worker_id_of(host), endpoint=host)
@@ -336,6 +442,7 @@ class Story(RuleBasedStateMachine):
             worker = self.driven.catalog.workers.get(each.worker_id)
             ours = worker is not None and worker.spec is each.spec
             assert ours == (each.state is State.REGISTERED)
+            assert each.state is not State.REFUSED
             if each.state is State.REMOVED:
                 assert worker is None
 
@@ -371,7 +478,17 @@ def test_after_a_restart_workers_are_the_discoverys_that_named_them() -> None:
     assert after.endpoints() == [A]
     assert after.registered == []  # nothing was to be changed
     after.find(entry(A, block_size=8))
-    assert after.catalog.workers[worker_id_of(A)].spec.block_size == 8
+    worker = after.catalog.workers[worker_id_of(A)]
+    assert (worker.spec.block_size, worker.lifecycle) == (8, "schedulable")
+
+
+def test_a_pod_that_was_replaced_during_a_restart_is_another_worker() -> None:
+    before = Driven()
+    before.find(entry(A), uids={A: "first"})
+    for uid, registered in (("first", []), ("second", [worker_id_of(A)])):
+        after = restarted(before)
+        after.find(entry(A), uids={A: uid})
+        assert after.registered == registered
 
 
 @pytest.mark.parametrize("worker_id", [None, 7])
