@@ -140,10 +140,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     parts = SelectorParts(config.selector, context)
     parts.add_gateway_routes()
     behind = Connections(call_soon, Limits(), max_connections=most)
-    front = Front(config, parts)
-    own = selector_app(
-        parts, behind, log_state, front.families(), tokens, meters=[front.chooser.meter]
-    )
+    front = parts.add(Front(config, parts))
+    own = selector_app(parts, behind, log_state, tokens, meters=[front.chooser.meter])
     handler = front.handler(own)
     api = HttpServer(
         own,
@@ -154,7 +152,6 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         port_flag="--selector-port",
     )
     parts.add(Api(api))
-    parts.add(front)
     limits = Limits(
         max_body_bytes=config.most_body_bytes,
         max_discard_bytes=max(Limits().max_discard_bytes, config.most_body_bytes),

@@ -101,7 +101,7 @@ class SelectorCore(Part):
 
     def refuse_new(self) -> None:
         self.state.is_draining = True
-        self.selector.refuse_parked(Unavailable(SHUTDOWN))
+        self.selector.refuse_waiting(Unavailable(SHUTDOWN))
 
     async def close(self) -> None:
         await self.subscriptions.close()

@@ -27,7 +27,7 @@ from lean_selector.server.selector_parts import (
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import observed
-from lean_selector.service.exposition import AnyFamily, RouteMeter
+from lean_selector.service.exposition import RouteMeter
 from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.metrics import connection_families
 from lean_selector.service.routes import Route, durable
@@ -179,12 +179,11 @@ def selector_app(
     parts: SelectorParts,
     connections: Connections,
     log_state: logs.LogState,
-    more: Sequence[AnyFamily] = (),
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """Returns the function that answers requests to the selector's API. `more`: metrics of other
-    parts of the process. `meters`: counters of selections made without HTTP."""
+    """Returns the function that answers requests to the selector's API. `meters`: counters of
+    selections made without HTTP."""
     core, config = parts.core, parts.core.config
     overload_status = config.overload_status
     return observed(
@@ -194,7 +193,6 @@ def selector_app(
             *selection_cache_families(core.selector.selections),
             *connection_families(connections),
             *parts.families(),
-            *more,
         ],
         log_state,
         service="selector",
