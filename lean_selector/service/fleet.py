@@ -88,14 +88,14 @@ class FleetView:
                 fleet.ranks.append(self._rank(worker, dp_rank, partition, source, now, fleet.now))
                 yield
         for partition in list(established(catalog, None, None)):
-            parked = partition.queue
+            queue = partition.queue
             fleet.models.append(
                 FleetModel(
                     partition.model_name,
                     partition.tenant_id,
                     partition.block_size,
-                    len(parked),
-                    min(parked.isl_tokens, U64_MAX),
+                    len(queue),
+                    min(queue.isl_tokens, U64_MAX),
                     sum(partition.shed.values()),
                 )
             )

@@ -145,7 +145,7 @@ SHUTDOWN = "endpoint subscriber shutdown"  # the reference's text for queued req
 Shape = Callable[[Placement], object]
 
 
-_PARKED_BYTES: Final = 1024  # memory of a queued request besides its lists
+_QUEUED_BYTES: Final = 1024  # memory of a queued request besides its lists
 _MATCH_BYTES: Final = 200  # memory of one rank's match
 
 
@@ -154,7 +154,7 @@ def _held_by(request: SelectionRequest) -> int:
     prompt, allowed = request.prompt, request.allowed_worker_ids
     hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
     ids = 0 if allowed is None else 64 * len(allowed)
-    return _PARKED_BYTES + hashes + ids + _MATCH_BYTES * len(request.matches)
+    return _QUEUED_BYTES + hashes + ids + _MATCH_BYTES * len(request.matches)
 
 
 class SelectionService(WorkerHandlers):

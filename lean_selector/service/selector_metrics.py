@@ -74,7 +74,7 @@ def selection_families(
         return [(scope_labels(partition), partition) for partition in partitions()]
 
     def oldest_wait_s(partition: Partition) -> float:
-        arrivals = [parked.arrived_at for parked in partition.queue.in_order()]
+        arrivals = [waiting.arrived_at for waiting in partition.queue.in_order()]
         return now() - min(arrivals) if arrivals else 0.0
 
     def rejected() -> Iterator[Sample]:

@@ -257,8 +257,8 @@ class Simulation:
             if on_request is not None:
                 on_request(number)
         self._advance(float("inf"))
-        parked = sum(len(router.partition.queue) for router in self._routers)
-        assert not parked, "an idle fleet has room for every request"
+        waiting = sum(len(router.partition.queue) for router in self._routers)
+        assert not waiting, "an idle fleet has room for every request"
 
     def _router_of(self, request: SimulatedRequest) -> _Router:
         return self._routers[int(request.request_id) % len(self._routers)]

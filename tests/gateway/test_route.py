@@ -395,7 +395,7 @@ async def test_what_is_parked_at_the_stop_is_told_so() -> None:
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     pending = door.begin()
     await door.parks(2)
-    door.selector.refuse_parked(Unavailable("stopping"))
+    door.selector.refuse_waiting(Unavailable("stopping"))
     assert pending.response is not None
     status, headers, body = parted(bytes(pending.response))
     assert (status, headers["retry-after"], error(body)["message"]) == (503, "1", "stopping")

@@ -34,9 +34,10 @@ from lean_selector.core.selection.choice import (
 from lean_selector.core.selection.cost import cached_tokens, softmax
 from lean_selector.core.selection.overlap import match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.placement import placed
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.core.selection.scheduler import eligible, not_busy, placed
+from lean_selector.core.selection.scheduler import eligible, not_busy
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     PinnedWorker,

@@ -18,10 +18,10 @@ from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.health.ejections import FAILED, OK
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.shapes import OFF, BusyThreshold
+from lean_selector.core.selection.cost import effective_prefill_tokens
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.queue import AGING_TOKENS_PER_S, Waiting
 from lean_selector.core.selection.router_settings import QueuePolicy, RouterSettings
-from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
 from lean_selector.core.selection.shapes import (
     PinnedWorker,

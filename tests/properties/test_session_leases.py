@@ -93,7 +93,7 @@ class Leases(RuleBasedStateMachine):
     def teardown(self) -> None:
         for name in sorted(self.partition.slots.reservations):
             self.driven.selector.reservations.free(name, self.driven.now)
-        self.driven.selector.refuse_parked(SelectorError("over"))
+        self.driven.selector.refuse_waiting(SelectorError("over"))
         for name in sorted(self.partition.slots.reservations):
             self.driven.selector.reservations.free(name, self.driven.now)
         assert self.table.held == 0

@@ -523,13 +523,15 @@ def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[flo
         if ranks.bit_count() <= _FEW_RANKS:
             if slope * order.loads[0].key > limit:
                 continue
-            for bit in bits_of(ranks):
-                load = order.ranks[bit]
+            while ranks:  # the loop of `bits_of`, without a list
+                mask = ranks & -ranks
+                ranks ^= mask
+                load = order.ranks[mask.bit_length() - 1]
                 cost = pricing.cost(cell, load.active_prefill_tokens, load.standing)
                 if cost < least:
-                    least, tied = cost, [load.mask]
+                    least, tied = cost, [mask]
                 elif cost == least:
-                    tied.append(load.mask)
+                    tied.append(mask)
             continue
         for bucket in order.loads:
             if slope * bucket.key > limit:

@@ -52,6 +52,13 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
     return whole + (tokens - whole >= 0.5)  # exact, unlike tokens + 0.5
 
 
+def effective_prefill_tokens(
+    terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
+) -> int:
+    """Return how many tokens of the prompt a rank with these cached blocks has to prefill."""
+    return max(0, isl_tokens - cached_tokens(terms, match, block_size))
+
+
 def burden_blocks(terms: CostTerms, uncached_tokens: int, block_size: int) -> float:
     """Return how much a prompt's prefill delays later requests, as a cost in blocks."""
     return terms.eviction * uncached_tokens / block_size

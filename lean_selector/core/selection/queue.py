@@ -233,7 +233,7 @@ class Queue:
         ranks &= room.below  # a request that overtakes may only use ranks below the threshold
         return ranks, ranks != 0 and not (self._is_moving or self._is_due)
 
-    def park(self, request: SelectionRequest, now: float, uncached_tokens: int = 0) -> Waiting:
+    def add(self, request: SelectionRequest, now: float, uncached_tokens: int = 0) -> Waiting:
         """Queue a request. `uncached_tokens`: the tokens to prefill, if the policy needs them."""
         rules, room = self.rules, self.room
         if not self._size and room is not None:
@@ -361,7 +361,7 @@ class Queue:
 
     def _go_on_later(self) -> None:
         room, call_soon = self.room, self.rules.call_soon
-        assert room is not None, "requests were parked"
+        assert room is not None, "requests are queued"
         assert call_soon is not None, "or all have gone"
 
         def go_on() -> None:

@@ -1,20 +1,17 @@
-"""The life of reservations, in all partitions: booked, prefilled, growing, ended, expired.
+"""What becomes of reservations in all partitions once they are booked: prefilled, growing, ended,
+expired. The selector books them.
 
 Whatever may have freed capacity admits requests from the partition's queue. Times are arguments, in
 monotonic seconds."""
 
-from lean_selector.core.errors import Conflict
 from lean_selector.core.health.ejections import REFUSED
-from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.bookings import Bookings
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.hearers import Decisions
-from lean_selector.core.selection.overlap import MatchSets
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.shapes import CachedSelection, Placement, SelectionRequest
 from lean_selector.core.selection.worker_health import WorkerHealth
 
 
@@ -29,35 +26,6 @@ class Reservations:
         self._bookings = bookings
         self._health = health
         self.decisions: Decisions | None = None  # set if there is a decision log
-
-    def book(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        ranks: int,
-        matches: MatchSets,
-        load: RankLoad,
-        placement: Placement,
-        now: float,
-    ) -> None:
-        """Book the rank that was chosen for a request among `ranks`."""
-        if self.decisions is not None:
-            self.decisions.chosen(partition, request, ranks, matches, placement, now)
-        choice = CachedSelection(
-            load.worker_id,
-            load.dp_rank,
-            request.prompt,
-            placement.effective_prefill_tokens,
-            request.expected_output_tokens,
-            request.terms.track_prefill,
-            request.session_id,
-        )
-        try:
-            self._bookings.book_choice(partition, choice, request.reservation_id, now)
-        except Conflict as error:
-            raise self._bookings.not_booked(error, request.reservation_id) from None
-        if request.terms.eviction:
-            partition.fullness.booked(load, ranks, placement.effective_prefill_tokens)
 
     def prefill_complete(
         self, reservation_id: str, now: float, ttft_s: float | None = None

@@ -8,7 +8,7 @@ seconds."""
 import random
 from collections.abc import Callable
 
-from lean_selector.core.errors import AllWorkersBusy, SelectorError
+from lean_selector.core.errors import AllWorkersBusy, Conflict, SelectorError
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds
@@ -21,6 +21,7 @@ from lean_selector.core.selection.cost import base_terms, terms, under
 from lean_selector.core.selection.hearers import Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.placement import placed
 from lean_selector.core.selection.queue import CallLater, CallSoon, Queue, QueueRules, Waiting
 from lean_selector.core.selection.reservations import Reservations
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
@@ -30,10 +31,10 @@ from lean_selector.core.selection.scheduler import (
     eligible,
     least_left_to_prefill,
     not_busy,
-    placed,
     steered,
 )
 from lean_selector.core.selection.shapes import (
+    CachedSelection,
     Decision,
     PartitionKey,
     Placement,
@@ -209,18 +210,18 @@ class Selector:
         if room is not None:
             ranks, is_next = queue.may_pass(room, ranks)
             if not is_next:
-                return self._park(partition, request, now)
+                return self._wait(partition, request, now)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
 
-    def _park(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
+    def _wait(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
         if self._queues.refusal is not None:
             raise self._queues.refusal
         request.prompt.sequence_hashes()  # compute now: a later error would be lost
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
         queue = partition.queue
         work = least_left_to_prefill(partition, request) if queue.asks_work else 0
-        return queue.park(request, now, work)
+        return queue.add(request, now, work)
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Choose a rank even if requests are queued, and book it if `request.books`."""
@@ -279,7 +280,26 @@ class Selector:
         if watch is not None:
             decision = watch.look(partition, request, ranks, matches, load, placement, now)
         if request.books:
-            self.reservations.book(partition, request, ranks, matches, load, placement, now)
+            decisions = self.reservations.decisions
+            if decisions is not None:
+                decisions.chosen(partition, request, ranks, matches, placement, now)
+            terms = request.terms
+            left = placement.effective_prefill_tokens
+            choice = CachedSelection(
+                load.worker_id,
+                load.dp_rank,
+                prompt,
+                left,
+                request.expected_output_tokens,
+                terms.track_prefill,
+                request.session_id,
+            )
+            try:
+                self.bookings.book_choice(partition, choice, request.reservation_id, now)
+            except Conflict as error:
+                raise self.bookings.not_booked(error, request.reservation_id) from None
+            if terms.eviction:
+                partition.fullness.booked(load, ranks, left)
         if watch is not None and decision is not None:
             watch.add(decision)
         counts, isl_tokens = load.counts, prompt.isl_tokens
@@ -297,7 +317,7 @@ class Selector:
             partition.speeds.settle(now)
             partition.queue.admit(now, RECHECK_AFTER_S)
 
-    def refuse_parked(self, error: SelectorError) -> None:
+    def refuse_waiting(self, error: SelectorError) -> None:
         """Answer all queued requests, and all that would be queued from now on, with `error`."""
         self._queues.refusal = error
         for partition in self.catalog.partitions.values():

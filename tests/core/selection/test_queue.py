@@ -24,7 +24,7 @@ def request(isl_tokens: int = 1, strict: int = 0, jump: float = 0.0) -> Selectio
 @pytest.mark.parametrize("policy", get_args(QueuePolicy))
 def test_a_jump_that_is_no_number_is_none(policy: QueuePolicy) -> None:
     queue = Queue(policy=policy)
-    items = [queue.park(request(jump=jump), 0.0) for jump in (0.0, math.nan, 0.0, 1.0)]
+    items = [queue.add(request(jump=jump), 0.0) for jump in (0.0, math.nan, 0.0, 1.0)]
     assert queue.in_order() == [items[3], *items[:3]]
     assert [queue.leave(item) for item in queue.in_order()] == [True] * 4
     assert (len(queue), queue.isl_tokens) == (0, 0)
@@ -52,14 +52,14 @@ def test_those_who_wait_go_in_the_order_in_which_1_6_1_let_them_go(policy: Queue
     queue, names = Queue(policy=policy), dict[Waiting, str]()
     for number, (name, (tokens, cached, strict, jump)) in enumerate(CAME.items()):
         asked = request(tokens, strict, jump)
-        names[queue.park(asked, 0.01 * number, tokens - cached)] = name
+        names[queue.add(asked, 0.01 * number, tokens - cached)] = name
     assert [names[each] for each in queue.in_order()] == WENT[policy]
 
 
 def test_an_item_of_another_queue_is_not_taken_for_ones_own() -> None:
     one, other = Queue(), Queue()
-    foreign = other.park(request(), 0.0)
-    one.park(request(), 0.0)
+    foreign = other.add(request(), 0.0)
+    one.add(request(), 0.0)
     assert not one.leave(foreign)
     assert len(one) == 1
 
@@ -74,7 +74,7 @@ def test_the_least_work_goes_first_and_nobody_starves(
     now, work = 0.0, dict[Waiting, int]()
     for later_by, uncached in arrivals:
         now += later_by
-        work[queue.park(request(), now, uncached)] = uncached
+        work[queue.add(request(), now, uncached)] = uncached
     in_order = queue.in_order()
     for place, first in enumerate(in_order):
         for second in in_order[place + 1 :]:

@@ -184,7 +184,7 @@ def test_an_answer_may_free_what_the_next_one_takes(queueing: DrivenSelector) ->
 def test_a_stop_answers_all_parked_and_refuses_to_park_more(queueing: DrivenSelector) -> None:
     fill(queueing, 1, 2)
     queueing.book("r")
-    queueing.selector.refuse_parked(Unavailable("stopping"))
+    queueing.selector.refuse_waiting(Unavailable("stopping"))
     assert error_of(queueing, "r") == (503, "stopping")
     with pytest.raises(Unavailable, match="stopping"):
         queueing.book("late")
@@ -209,7 +209,7 @@ def test_a_stop_answers_no_more_to_who_hangs_up_on_the_answer_of_another(
         assert isinstance(waits, Waiting)
         waits.on_answer = partial(on_answer, name)
         parked.append(waits)
-    queueing.selector.refuse_parked(Unavailable("stopping"))
+    queueing.selector.refuse_waiting(Unavailable("stopping"))
     assert answered == ["a"]
     assert queueing.pending() == (0, 0)
 
