@@ -28,7 +28,8 @@ from lean_selector.gateway.headers import answer_lines, id_line, refusal, reques
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.upstreams import WorkerLease
-from lean_selector.http.client import AnswerHead, ClientConnection, UnboundedRelay
+from lean_selector.http.body import UnboundedBody
+from lean_selector.http.client import AnswerHead, ClientConnection
 from lean_selector.http.head import Request
 from lean_selector.http.streaming import StreamedReply
 
@@ -411,7 +412,7 @@ class ProxiedRequest:
         reader = None if routed is None or head.status != 200 else routed.answer
         reads = reader is not None
         is_http10 = self.request.headers.is_http10
-        is_unframed = isinstance(head.relay, UnboundedRelay) or (head.is_chunked and is_http10)
+        is_unframed = type(head.body) is UnboundedBody or (head.is_chunked and is_http10)
         if reader is not None:
             self._body = _ReadBody(reader, is_chunking=not is_http10)
         parts = [

@@ -1,14 +1,14 @@
-"""The two framings of a request body: by content length, and chunked.
+"""Finds where the body of a message ends: after a content length, after the last chunk, or with the
+connection. Both halves of HTTP read bodies with these classes.
 
-The classes find the end of a body and store the body. A body above the limit is read to the end,
-but not stored. The classes follow RFC 9112 sections 6.2 and 7.1 strictly: any violation of the
-grammar is an error, because a proxy in front may interpret the body differently. Both classes have
-the same interface. No I/O."""
+`read` appends the contents of a body to a list, without framing; if there is no list, they are
+dropped. Chunks follow RFC 9112 section 7.1 strictly: any violation of the grammar is an error,
+because a proxy in front may interpret the body differently. No I/O."""
 
 import re
 from typing import Final
 
-from lean_selector.http.head import HttpError, Limits
+from lean_selector.http.head import CHUNKED, HttpError, Limits
 
 # A chunk size of 15 digits cannot overflow; no real chunk needs more than 8.
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")
@@ -20,138 +20,125 @@ _MAX_LINE_BYTES = 4096
 # Limit in bytes for all chunk extensions of a body together. Nobody uses them in practice. Node has
 # the same limit since CVE-2024-22019.
 _MAX_EXTENSION_BYTES = 16 * 1024
+_MAX_TRAILER_BYTES: Final = 64 * 1024
 
-# Chunks or lines that one call parses. A one-byte chunk takes a microsecond or more, and 256 KiB
-# can contain 43 690 of them.
-_MOST_CHUNKS = 512
+# Chunks or lines of a request that one call parses. A one-byte chunk takes a microsecond or more,
+# and 256 KiB can contain 43 690 of them.
+_MOST_CHUNKS: Final = 512
 
 _SIZE, _DATA, _DATA_END, _TRAILERS = range(4)
 
 
-class _Kept:
-    """Base class that stores a body. A single piece is stored without a copy. Further pieces are
-    appended to a bytearray, because appending to bytes copies the whole body each time."""
+class UnboundedBody:
+    """A body that ends when the sender closes the connection."""
 
-    __slots__ = ("_max_bytes", "content", "error", "is_done", "is_too_large", "wire_bytes")
+    __slots__ = ("error", "is_done")
 
-    def __init__(self, limits: Limits) -> None:
-        self._max_bytes = limits.max_body_bytes
-        self.content: bytes | bytearray = (
-            b""  # 0 <= len(content) <= max_body_bytes; b"" if too large
-        )
-        self.is_too_large = False
+    def __init__(self) -> None:
         self.is_done = False
         self.error: HttpError | None = None
-        self.wire_bytes = 0  # bytes read from the connection, framing included
 
-    def _keep(self, piece: bytes) -> None:
-        if self.is_too_large:
-            return
-        if len(self.content) + len(piece) > self._max_bytes:
-            self.is_too_large = True
-            self.content = b""
-        elif not self.content:
-            self.content = piece
-        elif isinstance(self.content, bytearray):
-            self.content += piece
-        else:
-            self.content = bytearray(self.content)
-            self.content += piece
+    def read(self, data: bytes, at: int, pieces: list[bytes] | None) -> int:
+        """Consume the body's bytes in data[at:]. Return the offset of the first unread byte. Sets
+        `is_done` at the body's end, and `error` if the body is invalid."""
+        if pieces is not None and at < len(data):
+            pieces.append(data[at:] if at else data)
+        return len(data)
 
 
-class SizedBody(_Kept):
-    """A request body with a content length of `length` bytes, at least 1."""
+class SizedBody(UnboundedBody):
+    """A body that has a content length of `length` bytes."""
 
     __slots__ = ("_left",)
 
-    def __init__(self, length: int, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, length: int) -> None:
+        self.error = None
         self._left = length
-        self.is_too_large = length > limits.max_body_bytes
+        self.is_done = length == 0
 
-    def feed(self, data: bytes, at: int) -> int:
-        """Consume body bytes, starting at data[at]. Returns the offset of the first unread byte."""
+    def read(self, data: bytes, at: int, pieces: list[bytes] | None) -> int:
         stop = min(len(data), at + self._left)
-        # A whole piece is stored without a copy; a slice would be a copy in the compiled form.
-        self._keep(data if stop - at == len(data) else data[at:stop])
+        if pieces is not None and stop > at:
+            # A whole piece is passed on without a copy; a slice is a copy in the compiled form.
+            pieces.append(data if stop - at == len(data) else data[at:stop])
         self._left -= stop - at
-        self.wire_bytes += stop - at
         self.is_done = self._left == 0
         return stop
 
 
-class ChunkedBody(_Kept):
-    """A chunked body. Trailers are read and dropped. Trailers of more than max_head_bytes in total
-    are an error."""
+class ChunkedBody(UnboundedBody):
+    """A chunked body. Trailers are read and dropped; too many of them are an error."""
 
     __slots__ = (
         "_extension_bytes",
         "_left",
         "_line",
         "_max_trailer_bytes",
+        "_most_chunks",
         "_state",
         "_trailer_bytes",
     )
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(
+        self, max_trailer_bytes: int = _MAX_TRAILER_BYTES, most_chunks: int = 1 << 62
+    ) -> None:
+        """A call of `read` parses at most `most_chunks` chunks: pass the rest later."""
+        super().__init__()
         self._state = _SIZE
         self._left = 0  # bytes of the current chunk that are still to come
         self._line = bytearray()  # an incomplete line
         self._extension_bytes = 0
         self._trailer_bytes = 0
-        self._max_trailer_bytes = limits.max_head_bytes
+        self._max_trailer_bytes = max_trailer_bytes
+        self._most_chunks = most_chunks
 
-    def feed(self, data: bytes, at: int) -> int:
-        """Consume body bytes, starting at data[at]. Returns the offset of the first unread byte.
-        Sets `error` for an invalid body. Stops after _MOST_CHUNKS chunks: pass the rest later."""
-        begin, steps = at, 0
-        while at < len(data) and not self.is_done and self.error is None and steps < _MOST_CHUNKS:
-            steps += 1
-            if self._state == _DATA:
-                stop = min(len(data), at + self._left)
-                self._keep(data[at:stop])
-                self._left -= stop - at
-                at = stop
-                if self._left == 0:
-                    self._state = _DATA_END
-                continue
+    def read(self, data: bytes, at: int, pieces: list[bytes] | None) -> int:
+        size, steps = len(data), self._most_chunks
+        while at < size and steps > 0 and not self.is_done and self.error is None:
             if self._state == _SIZE and not self._line:
-                at, taken = self._take_whole(data, at)
-                steps += taken
-            stop = data.find(b"\n", at) + 1
-            self._line += data[at : stop or len(data)]
-            at = stop or len(data)
-            if len(self._line) > _MAX_LINE_BYTES:
-                self.error = HttpError(400, "line too long in a chunked body")
-            elif stop:
-                line = bytes(self._line)
-                self._line.clear()
-                if line.endswith(b"\r\n"):
-                    self._take_line(line[:-2])
-                else:
-                    self.error = HttpError(400, "bare line feed in a chunked body")
-        self.wire_bytes += at - begin
+                while steps > 0:  # whole chunks without extensions: nearly all are
+                    plain = _PLAIN_CHUNK.match(data, at)
+                    if plain is None:
+                        break
+                    start = plain.end()
+                    stop = start + int(plain[1], 16)
+                    if data[stop : stop + 2] != b"\r\n":
+                        break
+                    at = stop + 2
+                    if stop == start:  # the last chunk, without trailers
+                        self.is_done = True
+                        return at
+                    if pieces is not None:
+                        pieces.append(data[start:stop])
+                    if at == size:
+                        return at
+                    steps -= 1
+            steps -= 1
+            at = self._step(data, at, pieces)
         return at
 
-    def _take_whole(self, data: bytes, at: int) -> tuple[int, int]:
-        """Consume complete chunks without extensions. Returns the offset of the next chunk, and the
-        number of chunks. For chunks of one byte, this is five times as fast as `feed`'s loop."""
-        pieces: list[bytes] = []
-        begins = _PLAIN_CHUNK.match
-        while len(pieces) < _MOST_CHUNKS:
-            size = begins(data, at)
-            if size is None:
-                break
-            start = size.end()
-            stop = start + int(size[1], 16)
-            if stop == start or data[stop : stop + 2] != b"\r\n":
-                break  # the next chunk is the last one, incomplete, or malformed
-            pieces.append(data[start:stop])
-            at = stop + 2
-        if pieces:
-            self._keep(b"".join(pieces))
-        return at, len(pieces)
+    def _step(self, data: bytes, at: int, pieces: list[bytes] | None) -> int:
+        """Consume data of the current chunk, or bytes of a line."""
+        if self._state == _DATA:
+            stop = min(len(data), at + self._left)
+            if pieces is not None:
+                pieces.append(data[at:stop])
+            self._left -= stop - at
+            if self._left == 0:
+                self._state = _DATA_END
+            return stop
+        stop = data.find(b"\n", at) + 1
+        self._line += data[at : stop or len(data)]
+        if len(self._line) > _MAX_LINE_BYTES:
+            self.error = HttpError(400, "line too long in a chunked body")
+        elif stop:
+            line = bytes(self._line)
+            self._line.clear()
+            if line.endswith(b"\r\n"):
+                self._take_line(line[:-2])
+            else:
+                self.error = HttpError(400, "bare line feed in a chunked body")
+        return stop or len(data)
 
     def _take_line(self, line: bytes) -> None:
         if self._state == _SIZE:
@@ -176,3 +163,44 @@ class ChunkedBody(_Kept):
                 self.error = HttpError(431, "request trailers too large")
             elif _TRAILER.fullmatch(line) is None:
                 self.error = HttpError(400, "malformed trailer")
+
+
+class RequestBody:
+    """A request's body as far as it has arrived. A body above the limit is read to the end, but not
+    stored. A single piece is stored without a copy. Further pieces are appended to a bytearray,
+    because appending to bytes copies the whole body each time."""
+
+    __slots__ = ("_max_bytes", "content", "framing", "is_too_large", "wire_bytes")
+
+    def __init__(self, length: int, limits: Limits) -> None:
+        """`length` is the content length, at least 1, or CHUNKED."""
+        self._max_bytes = limits.max_body_bytes
+        self.framing = (
+            ChunkedBody(limits.max_head_bytes, _MOST_CHUNKS)
+            if length == CHUNKED
+            else SizedBody(length)
+        )
+        self.content: bytes | bytearray = b""  # at most max_body_bytes; b"" if too large
+        self.is_too_large = length > limits.max_body_bytes
+        self.wire_bytes = 0  # bytes read from the connection, framing included
+
+    def feed(self, data: bytes, at: int) -> int:
+        """Consume body bytes, starting at data[at]. Return the offset of the first unread byte."""
+        pieces: list[bytes] | None = None if self.is_too_large else []
+        stop = self.framing.read(data, at, pieces)
+        self.wire_bytes += stop - at
+        if pieces:
+            self._keep(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        return stop
+
+    def _keep(self, piece: bytes) -> None:
+        if len(self.content) + len(piece) > self._max_bytes:
+            self.is_too_large = True
+            self.content = b""
+        elif not self.content:
+            self.content = piece
+        elif isinstance(self.content, bytearray):
+            self.content += piece
+        else:
+            self.content = bytearray(self.content)
+            self.content += piece

@@ -12,8 +12,7 @@ from typing import Final, Protocol, cast
 import httptools
 
 from lean_selector.http.allowed_endpoints import Url
-from lean_selector.http.body import _SIZE, ChunkedBody
-from lean_selector.http.head import HttpError, Limits
+from lean_selector.http.body import ChunkedBody, SizedBody, UnboundedBody
 
 MOST_HEAD_BYTES: Final = 64 * 1024
 # uvicorn (in vLLM and SGLang) closes an idle connection after five seconds. We close it earlier,
@@ -25,118 +24,34 @@ _JOINED_BYTES: Final = 64 * 1024
 _WITHOUT_BODY: Final = (204, 304)
 _MOST_INTERIM: Final = 16  # interim answers before the final one
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] [1-9][0-9]{2}(?: [\t -~\x80-\xff]*+)?+\r\n")
-_SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
-# Only the head of an answer is limited here; the receiver limits the body.
-_UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
 
 
 class MalformedAnswer(Exception):
     """The bytes from the server are not a usable HTTP answer. The text has the reason."""
 
 
-# -- the end of a body ----------------------------------------------------------------------------
-
-
-class SizedRelay:
-    """Finds the end of an answer's body that has a content length of `length` bytes."""
-
-    __slots__ = ("error", "is_done", "left")
-
-    def __init__(self, length: int) -> None:
-        self.left = length
-        self.is_done = length == 0
-        self.error: HttpError | None = None
-
-    def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Return the offset in `data` at which the body ends, or the length of `data` if the body
-        goes on. Appends the body's bytes, without framing, to `payload` if that list is given."""
-        stop = min(len(data), self.left)
-        self.left -= stop
-        self.is_done = self.left == 0
-        if payload is not None and stop:
-            payload.append(data if stop == len(data) else data[:stop])
-        return stop
-
-
-class UnboundedRelay:
-    """An answer's body that ends when the server closes the connection."""
-
-    __slots__ = ("error", "is_done")
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.error: HttpError | None = None
-
-    def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        if payload is not None:
-            payload.append(data)
-        return len(data)
-
-
-class ChunkedRelay(ChunkedBody):
-    """An answer's chunked body. A chunk that arrives whole needs only one regex match."""
-
-    __slots__ = ("_payload",)
-
-    def __init__(self) -> None:
-        super().__init__(_UNBOUNDED)
-        self._payload: list[bytes] | None = None
-
-    def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Return the offset of the first unread byte of `data`. Appends the contents of the chunks
-        to `payload` if that list is given. For malformed data, sets `error`."""
-        at, size = 0, len(data)
-        if self._state == _SIZE and not self._line:
-            while at < size:
-                line = _SIZE_LINE.match(data, at)
-                if line is None:
-                    break
-                begin = line.end()
-                stop = begin + int(line[1], 16)
-                if data[stop : stop + 2] != b"\r\n":
-                    break
-                at = stop + 2
-                if stop == begin:  # the last chunk, without trailers
-                    self.is_done = True
-                    return at
-                if payload is not None:
-                    payload.append(data[begin:stop])
-            else:
-                return at
-        self._payload = payload
-        while at < size and not self.is_done and self.error is None:
-            at = self.feed(data, at)  # not all of it, if there are many chunks
-        return at
-
-    def _keep(self, piece: bytes) -> None:
-        if self._payload is not None:
-            self._payload.append(piece)
-
-
-BodyRelay = SizedRelay | ChunkedRelay | UnboundedRelay
-
-
 # -- the head of an answer ------------------------------------------------------------------------
 
 
 class AnswerHead:
-    """The head of an answer. `lines` has the header lines as received, with a CRLF before each."""
+    """The head of an answer. `lines` has the header lines as received, with a CRLF before each.
+    `body` finds the end of the answer's body."""
 
-    __slots__ = ("is_chunked", "keeps", "lines", "relay", "start", "status")
+    __slots__ = ("body", "is_chunked", "keeps", "lines", "start", "status")
 
     def __init__(
         self,
         status: int,
         start: bytes,
         lines: bytes,
-        relay: BodyRelay,
+        body: UnboundedBody,
         is_chunked: bool,
         keeps: bool,
     ) -> None:
         self.status = status
         self.start = start  # the status line without its CRLF, always of HTTP/1.1
         self.lines = lines
-        self.relay = relay
+        self.body = body
         self.is_chunked = is_chunked
         self.keeps = keeps  # whether the connection can be reused after the body
 
@@ -194,19 +109,19 @@ def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
             if len(_judged) >= _MOST_JUDGED:
                 _judged.clear()
             _judged[text] = known
-    relay: BodyRelay
+    body: UnboundedBody
     status, keeps, is_chunked = known.status, known.keeps, False
     if answers_head or status in _WITHOUT_BODY:
-        relay = SizedRelay(0)
+        body = SizedBody(0)
     elif known.fault:
         raise MalformedAnswer(known.fault)
     elif known.is_chunked:
-        relay, is_chunked = ChunkedRelay(), True
+        body, is_chunked = ChunkedBody(), True
     elif known.length >= 0:
-        relay = SizedRelay(known.length)
+        body = SizedBody(known.length)
     else:
-        relay, keeps = UnboundedRelay(), False
-    return AnswerHead(status, known.start, known.lines, relay, is_chunked, keeps)
+        body, keeps = UnboundedBody(), False
+    return AnswerHead(status, known.start, known.lines, body, is_chunked, keeps)
 
 
 def _judge(text: bytes) -> _Judged:
@@ -273,6 +188,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_answers_head",
+        "_body",
         "_has_answer",
         "_head",
         "_interim",
@@ -280,7 +196,6 @@ class ClientConnection(asyncio.Protocol):
         "_is_paused",
         "_keeps",
         "_receiver",
-        "_relay",
         "_transport",
         "_unframes",
         "heard_at",
@@ -299,7 +214,7 @@ class ClientConnection(asyncio.Protocol):
         self._head = bytearray()
         self._interim = 0  # interim answers received for this request
         self._is_long = False  # whether the request's body is long
-        self._relay: BodyRelay | None = None
+        self._body: UnboundedBody | None = None
         self._unframes = False
         self._keeps = False
         self._has_answer = False
@@ -333,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
         assert self._receiver is None, "one request at a time"
         self._receiver = receiver
         self._answers_head = answers_head
-        self._relay, self._has_answer, self._interim = None, False, 0
+        self._body, self._has_answer, self._interim = None, False, 0
         self.requests += 1
         self.heard_at = self.upstream.now
         self._is_long = len(body) >= _JOINED_BYTES
@@ -380,33 +295,33 @@ class ClientConnection(asyncio.Protocol):
         self.upstream.open.add(self)
 
     def data_received(self, data: bytes) -> None:
-        receiver, relay = self._receiver, self._relay
+        receiver, body = self._receiver, self._body
         if receiver is None:
             self.drop()  # data without a request
             return
         self.heard_at = self.upstream.now
-        if relay is None:
+        if body is None:
             self._has_answer = True
             rest = self._read_head(data)
             if rest is None:
                 return
-            data, relay = rest, self._relay
-            if self._receiver is not receiver or relay is None:
+            data, body = rest, self._body
+            if self._receiver is not receiver or body is None:
                 return  # the receiver dropped the connection
         if self._unframes:
-            payload: list[bytes] = []
-            stop = relay.relay(data, payload)
-            if payload:
-                receiver.on_body(b"".join(payload), relay.is_done)
+            pieces: list[bytes] = []
+            stop = body.read(data, 0, pieces)
+            if pieces:
+                receiver.on_body(b"".join(pieces), body.is_done)
         else:
-            stop = relay.relay(data, None)
+            stop = body.read(data, 0, None)
             if stop:
-                receiver.on_body(data if stop == len(data) else data[:stop], relay.is_done)
+                receiver.on_body(data if stop == len(data) else data[:stop], body.is_done)
         if self._receiver is not receiver:
             return
-        if relay.error is not None:
-            self.fail(f"the answer is not HTTP: {relay.error.text}")
-        elif relay.is_done:
+        if body.error is not None:
+            self.fail(f"the answer is not HTTP: {body.error.text}")
+        elif body.is_done:
             self._end(receiver, stop == len(data))
 
     def eof_received(self) -> None:
@@ -423,11 +338,11 @@ class ClientConnection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return
-        if exc is None and isinstance(self._relay, UnboundedRelay):
+        if exc is None and type(self._body) is UnboundedBody:
             receiver.on_end()
             return
         what = "the connection ended" if exc is None else f"the connection was lost: {exc}"
-        when = "before an answer" if self._relay is None else "amid the answer"
+        when = "before an answer" if self._body is None else "amid the answer"
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
@@ -469,17 +384,17 @@ class ClientConnection(asyncio.Protocol):
                 return None
         # An upstream that refuses a long body may not read it. Then the unread data would fill the
         # kernel's buffers.
-        self._relay = head.relay
+        self._body = head.body
         self._keeps = head.keeps and not (self._is_long and head.status >= 400)
         self._unframes = receiver.on_head(head)
-        if not data and not head.relay.is_done:
+        if not data and not head.body.is_done:
             return None
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
         """End the answer. `is_clean`: no bytes follow the answer. The connection is kept for reuse
         if `is_clean`, the server allows it, and the whole request was written."""
-        self._receiver = self._relay = None
+        self._receiver = self._body = None
         self.resume()
         if self._keeps and is_clean and self._is_sent and self.is_open:
             self.upstream.put_aside(self)

@@ -19,9 +19,8 @@ import re
 from collections.abc import Callable
 from typing import Final
 
-from lean_selector.http.body import ChunkedBody, SizedBody
+from lean_selector.http.body import RequestBody
 from lean_selector.http.head import (
-    CHUNKED,
     UNUSABLE,
     CredentialLine,
     HeaderBlock,
@@ -116,7 +115,7 @@ class RequestReader:
         self.is_unfinished = False
         self._head = bytearray()
         self._request: Request | None = None
-        self._body: SizedBody | ChunkedBody | None = None
+        self._body: RequestBody | None = None
         # For the caller
         self.notice = False
         self.wants_continue = False
@@ -316,7 +315,7 @@ class RequestReader:
         if self._refuses is not None and self._refuses(request):
             return self._cut_short(request, data, requests)
         self._request = request
-        self._body = ChunkedBody(limits) if length == CHUNKED else SizedBody(length, limits)
+        self._body = RequestBody(length, limits)
         self.is_unfinished = True
         self.wants_continue = self.notice = is_held_back
         return self._continue_body(data, at, requests)
@@ -326,9 +325,10 @@ class RequestReader:
         assert request is not None
         assert body is not None
         at = body.feed(data, at)
-        if body.error is not None:
-            self._fail(body.error)
-        elif body.is_done:
+        framing = body.framing
+        if framing.error is not None:
+            self._fail(framing.error)
+        elif framing.is_done:
             request.body = body.content
             request.body_too_large = body.is_too_large
             requests.append(request)

@@ -1,17 +1,17 @@
-"""Where a request's body ends, and how much of it is kept."""
+"""Where a body ends, and how much of a request's is kept."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.http.body import ChunkedBody, SizedBody
-from lean_selector.http.head import Limits
+from lean_selector.http.body import RequestBody
+from lean_selector.http.head import CHUNKED, Limits
 
 LIMITS = Limits(max_body_bytes=10, max_head_bytes=40)
 END = b"0\r\n\r\n"
 
 
-def feed(body: SizedBody | ChunkedBody, *pieces: bytes) -> bytes:
+def feed(body: RequestBody, *pieces: bytes) -> bytes:
     """Feeds pieces one after another; returns what was not taken of the last."""
     rest = b""
     for piece in pieces:
@@ -19,8 +19,8 @@ def feed(body: SizedBody | ChunkedBody, *pieces: bytes) -> bytes:
     return rest
 
 
-def chunked(*pieces: bytes) -> ChunkedBody:
-    body = ChunkedBody(LIMITS)
+def chunked(*pieces: bytes) -> RequestBody:
+    body = RequestBody(CHUNKED, LIMITS)
     feed(body, *pieces)
     return body
 
@@ -33,20 +33,20 @@ def chunk(data: bytes) -> bytes:
 
 
 def test_a_sized_body_ends_after_its_length_and_leaves_the_rest() -> None:
-    body = SizedBody(3, LIMITS)
+    body = RequestBody(3, LIMITS)
     assert feed(body, b"abGET") == b"ET"
-    assert (body.is_done, body.content, body.wire_bytes) == (True, b"abG", 3)
+    assert (body.framing.is_done, body.content, body.wire_bytes) == (True, b"abG", 3)
 
 
 def test_a_sized_body_begins_where_it_is_told() -> None:
-    body = SizedBody(2, LIMITS)
+    body = RequestBody(2, LIMITS)
     assert body.feed(b"head body", 5) == 7
     assert body.content == b"bo"
 
 
 def test_a_body_in_one_piece_is_not_copied() -> None:
     piece = b"0123456789"
-    body = SizedBody(10, LIMITS)
+    body = RequestBody(10, LIMITS)
     feed(body, piece)
     assert body.content is piece
 
@@ -56,7 +56,7 @@ def test_a_body_in_one_piece_is_not_copied() -> None:
 
 def test_extensions_and_trailers_are_dropped() -> None:
     body = chunked(b'3 ;a="b"\r\nabc\r\n0;last\r\ndigest: x\r\n\r\n')
-    assert (body.is_done, body.content, body.error) == (True, b"abc", None)
+    assert (body.framing.is_done, body.content, body.framing.error) == (True, b"abc", None)
 
 
 @pytest.mark.parametrize("tail", [b"2\r\nde", b"2\r\nde\r", b"2\r", b"2", b""])
@@ -66,22 +66,26 @@ def test_chunks_that_are_here_are_taken_and_the_one_that_is_not_waits(tail: byte
     assert (bytes(body.content), body.wire_bytes) == (b"abc" + tail[3:5], len(wire))
     rest = (chunk(b"de") + END)[len(tail) :]
     assert feed(body, rest) == b""
-    assert (body.is_done, bytes(body.content), body.error) == (True, b"abcde", None)
+    assert (body.framing.is_done, bytes(body.content), body.framing.error) == (True, b"abcde", None)
 
 
 @pytest.mark.parametrize("malformed", [b"2\r\ndef", b"2\r\nde\n\r", b"2\nde\r\n", b"g\r\n"])
 def test_a_malformed_chunk_behind_good_ones_is_an_error(malformed: bytes) -> None:
     body = chunked(chunk(b"a") * 3 + malformed + chunk(b"b") + END)
-    assert body.error is not None
-    assert body.error.status == 400
-    assert not body.is_done
+    assert body.framing.error is not None
+    assert body.framing.error.status == 400
+    assert not body.framing.is_done
 
 
 @given(st.lists(st.binary(min_size=1, max_size=3), max_size=3), st.integers(1, 7))
 def test_it_does_not_matter_how_chunks_arrive(parts: list[bytes], step: int) -> None:
     wire = b"".join(map(chunk, parts)) + END
     body = chunked(*(wire[i : i + step] for i in range(0, len(wire), step)))
-    assert (body.is_done, bytes(body.content), body.error) == (True, b"".join(parts), None)
+    assert (body.framing.is_done, bytes(body.content), body.framing.error) == (
+        True,
+        b"".join(parts),
+        None,
+    )
     assert body.wire_bytes == len(wire)
 
 
@@ -113,12 +117,12 @@ def test_it_does_not_matter_how_chunks_arrive(parts: list[bytes], step: int) -> 
 )
 def test_what_the_grammar_does_not_allow_is_an_error(wire: bytes, status: int, words: str) -> None:
     body = chunked(wire)
-    assert body.error is not None
-    assert (body.error.status, body.is_done) == (status, False)
-    assert words in body.error.text
+    assert body.framing.error is not None
+    assert (body.framing.error.status, body.framing.is_done) == (status, False)
+    assert words in body.framing.error.text
 
 
 def test_nothing_is_taken_behind_an_error() -> None:
-    body = ChunkedBody(LIMITS)
+    body = RequestBody(CHUNKED, LIMITS)
     assert feed(body, b"x\r\nGET /") == b"GET /"
     assert body.feed(b"GET /", 0) == 0

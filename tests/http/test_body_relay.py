@@ -4,21 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.http.client import BodyRelay, ChunkedRelay, SizedRelay, UnboundedRelay
+from lean_selector.http.body import ChunkedBody, SizedBody, UnboundedBody
 
 SIZES = st.lists(st.integers(1, 40), max_size=12)
 
 
-def passed(relay: BodyRelay, data: bytes, cuts: list[int]) -> tuple[int, bytes]:
+def passed(body: UnboundedBody, data: bytes, cuts: list[int]) -> tuple[int, bytes]:
     """How much of `data` belonged to the body, fed in pieces, and its payload."""
     payload: list[bytes] = []
     at = taken = 0
     for cut in [*cuts, len(data)]:
         piece = data[at : at + cut]
         at += len(piece)
-        if not piece or relay.is_done or relay.error is not None:
+        if not piece or body.is_done or body.error is not None:
             continue
-        taken += relay.relay(piece, payload)
+        taken += body.read(piece, 0, payload)
     return taken, b"".join(payload)
 
 
@@ -38,7 +38,7 @@ def test_chunks_end_where_they_say(
     pieces: list[bytes], rest: bytes, cuts: list[int], extension: bytes, trailer: bytes
 ) -> None:
     body = chunked(pieces, extension, trailer)
-    relay = ChunkedRelay()
+    relay = ChunkedBody()
     taken, payload = passed(relay, body + rest, cuts)
     assert relay.is_done
     assert relay.error is None
@@ -48,33 +48,33 @@ def test_chunks_end_where_they_say(
 @pytest.mark.parametrize("cut", [1, 4])
 def test_many_chunks_after_a_cut_one_are_all_passed(cut: int) -> None:
     body = chunked([b"x"] * 2_000)
-    assert passed(ChunkedRelay(), body, [cut]) == (len(body), b"x" * 2_000)
+    assert passed(ChunkedBody(), body, [cut]) == (len(body), b"x" * 2_000)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1), SIZES)
 def test_chunks_that_are_cut_short_have_no_end(pieces: list[bytes], cuts: list[int]) -> None:
-    relay = ChunkedRelay()
+    relay = ChunkedBody()
     passed(relay, chunked(pieces)[:-1], cuts)
     assert not relay.is_done
 
 
 @pytest.mark.parametrize("body", [b"x\r\n", b"3\r\nabcd\r\n", b"3\nabc\r\n", b"-1\r\n", b"\r\n"])
 def test_what_are_no_chunks_is_an_error(body: bytes) -> None:
-    relay = ChunkedRelay()
-    relay.relay(body, None)
+    relay = ChunkedBody()
+    relay.read(body, 0, None)
     assert relay.error is not None
 
 
 @given(st.binary(max_size=60), st.binary(max_size=9), SIZES)
 def test_a_length_is_where_it_ends(body: bytes, rest: bytes, cuts: list[int]) -> None:
-    relay = SizedRelay(len(body))
+    relay = SizedBody(len(body))
     assert passed(relay, body + rest, cuts) == (len(body), body)
     assert relay.is_done
 
 
 @given(st.binary(max_size=60), SIZES)
 def test_without_either_all_belongs_to_it(body: bytes, cuts: list[int]) -> None:
-    relay = UnboundedRelay()
+    relay = UnboundedBody()
     assert passed(relay, body, cuts) == (len(body), body)
     assert not relay.is_done
 
@@ -82,22 +82,22 @@ def test_without_either_all_belongs_to_it(body: bytes, cuts: list[int]) -> None:
 def test_a_whole_piece_is_passed_on_as_it_is() -> None:
     data = b"x" * 100
     payload: list[bytes] = []
-    SizedRelay(200).relay(data, payload)
+    SizedBody(200).read(data, 0, payload)
     assert payload[0] is data
 
 
 @pytest.mark.parametrize(
     ("relay", "body", "rest"),
     [
-        (SizedRelay(5), b"hello", b"rest"),
-        (SizedRelay(0), b"", b"rest"),
-        (ChunkedRelay(), chunked([b"he", b"llo"]), b"rest"),
-        (UnboundedRelay(), b"hello", b""),
+        (SizedBody(5), b"hello", b"rest"),
+        (SizedBody(0), b"", b"rest"),
+        (ChunkedBody(), chunked([b"he", b"llo"]), b"rest"),
+        (UnboundedBody(), b"hello", b""),
     ],
     ids=["sized", "empty", "chunked", "unbounded"],
 )
 def test_a_body_whose_payload_nobody_wants_ends_where_it_says(
-    relay: BodyRelay, body: bytes, rest: bytes
+    relay: UnboundedBody, body: bytes, rest: bytes
 ) -> None:
-    assert relay.relay(body + rest, None) == len(body)
+    assert relay.read(body + rest, 0, None) == len(body)
     assert relay.is_done == bool(rest)

@@ -3,14 +3,12 @@
 import pytest
 
 from lean_selector.http import client
+from lean_selector.http.body import ChunkedBody, SizedBody, UnboundedBody
 from lean_selector.http.client import (
     MOST_HEAD_BYTES,
     AnswerHead,
-    ChunkedRelay,
     ClientConnection,
     MalformedAnswer,
-    SizedRelay,
-    UnboundedRelay,
     Upstream,
     head_of,
 )
@@ -117,19 +115,19 @@ def answer(status: str, *lines: str, version: str = "1.1") -> bytes:
 @pytest.mark.parametrize(
     ("text", "answers_head", "kind", "keeps"),
     [
-        (answer("200 OK", "content-length: 3"), False, SizedRelay, True),
-        (answer("200 OK", "Content-Length: 3", "Connection: Close"), False, SizedRelay, False),
-        (answer("200 OK", "Transfer-Encoding: Chunked"), False, ChunkedRelay, True),
-        (answer("200 OK"), False, UnboundedRelay, False),
-        (answer("204 No"), False, SizedRelay, True),
-        (answer("304 No", "content-length: 9"), False, SizedRelay, True),
-        (answer("200 OK", "content-length: 9"), True, SizedRelay, True),
-        (answer("200 OK", "content-length: 3", version="1.0"), False, SizedRelay, False),
-        (answer("200 OK", "content-length: 3", KEEP, version="1.0"), False, SizedRelay, True),
+        (answer("200 OK", "content-length: 3"), False, SizedBody, True),
+        (answer("200 OK", "Content-Length: 3", "Connection: Close"), False, SizedBody, False),
+        (answer("200 OK", "Transfer-Encoding: Chunked"), False, ChunkedBody, True),
+        (answer("200 OK"), False, UnboundedBody, False),
+        (answer("204 No"), False, SizedBody, True),
+        (answer("304 No", "content-length: 9"), False, SizedBody, True),
+        (answer("200 OK", "content-length: 9"), True, SizedBody, True),
+        (answer("200 OK", "content-length: 3", version="1.0"), False, SizedBody, False),
+        (answer("200 OK", "content-length: 3", KEEP, version="1.0"), False, SizedBody, True),
         (
             answer("200 OK", "transfer-encoding: chunked", KEEP, version="1.0"),
             False,
-            ChunkedRelay,
+            ChunkedBody,
             False,
         ),
     ],
@@ -139,7 +137,7 @@ def test_where_an_answer_s_body_ends(
 ) -> None:
     head = head_of(text, answers_head)
     assert head is not None
-    assert isinstance(head.relay, kind)
+    assert isinstance(head.body, kind)
     assert head.keeps == keeps
     # a proxy sends its own version
     assert head.start + head.lines + b"\r\n\r\n" == text.replace(b"HTTP/1.0", b"HTTP/1.1")
@@ -178,8 +176,8 @@ def test_a_head_that_was_seen_is_not_judged_again_and_few_are_kept() -> None:
         assert first is not None
         assert again is not None
         assert again.lines is first.lines
-        assert isinstance(first.relay, SizedRelay)
-        assert first.relay is not again.relay
+        assert isinstance(first.body, SizedBody)
+        assert first.body is not again.body
     assert len(client._judged) <= 256
     text = answer("200 OK", "transfer-encoding: gzip")
     assert head_of(text, True) is not None
