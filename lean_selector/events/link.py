@@ -1,16 +1,14 @@
 """One persistent connection to a remote ZMQ socket.
 
 A link resolves names itself, and gives libzmq only addresses. While an address refuses the
-connection or does not answer, libzmq retries, so a listener that starts later is connected within a
-second. After any other failure the link opens a new socket after a growing pause, because libzmq
-would retry without a pause (if the listener does not speak ZMQ) or never (for example, after too
-large a message). Received messages wait in the link until the link's owner takes them. If too many
-bytes wait, the oldest messages are dropped.
+connection, libzmq retries, so a listener that starts later is connected within half a second. After
+any other failure the link opens a new socket after a growing pause, because libzmq would retry
+without a pause (if the listener does not speak ZMQ) or never (for example, after too large a
+message). Received messages wait in the link until the link's owner takes them. If too many bytes
+wait, the oldest messages are dropped.
 
-During an attempt to connect, a libzmq monitor reports the progress. A monitor needs two more file
-descriptors, so it is closed after the handshake. From then on, the link regularly checks the
-descriptor of the connection, because libzmq closes this descriptor when the connection is lost.
-Spec: indexer.md 1.1, slot_tracker.md 3.1."""
+A libzmq monitor reports when the connection is made or lost. It says nothing about refused
+attempts: probes of our own find their reason. Spec: indexer.md 1.1, slot_tracker.md 3.1."""
 
 import asyncio
 import contextlib
@@ -45,20 +43,12 @@ RETRY_LIMIT_S = 5.0
 # Pauses between libzmq's attempts at an address that refuses the connection.
 RECONNECT_FIRST_MS: Final = 100
 RECONNECT_MAX_MS: Final = 450
-# If more links than this have no connection, each further one is retried half as often. So 4 096
-# refused sources cost libzmq 14 % of a core, not 24 %.
-OFTEN_TRIED: Final = 1_024
 _RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; not every pyzmq has a name for it
 HANDSHAKE_S = 5.0
-# Timeout of libzmq's attempts at an address that did not answer before. When an attempt ends,
-# libzmq searches the timers of all sockets: if every socket had this timer, 4 096 refused sources
-# would cost nearly twice as much CPU.
-CONNECT_MS: Final = 5_000
-# A probe finds out why an attempt is unfinished: after 0.1 s, then at growing intervals. A name is
-# resolved again every RETRY_LIMIT_S. If it has several addresses, libzmq tries one, and probes try
-# the others.
+# A probe finds out why an attempt is unfinished: after 0.1 s, then at growing intervals.
 LOOK_FIRST_S = 0.1
 LOOK_LIMIT_S = 60.0
+# While no address of a name with several listens, all are probed this often.
 OTHERS_S = 0.3
 _PROBE_S = 1.0
 _SILENT: Final = "no answer"
@@ -101,6 +91,7 @@ _OPTIONS: Final = {
     zmq.LINGER: 0,
     zmq.RCVHWM: RCVHWM,
     zmq.RECONNECT_IVL: RECONNECT_FIRST_MS,
+    zmq.RECONNECT_IVL_MAX: RECONNECT_MAX_MS,
     _RECONNECT_STOP: 0x2 | 0x4,  # after a failed handshake, and after a loss
     zmq.HANDSHAKE_IVL: 0,  # off: we have a timeout, and libzmq does not report its own
     zmq.TCP_KEEPALIVE: 1,
@@ -109,14 +100,6 @@ _OPTIONS: Final = {
     zmq.TCP_KEEPALIVE_CNT: KEEPALIVE_PROBES,
 }
 _monitors = itertools.count()
-
-
-class _TryAt(OSError):
-    """Raised to stop an attempt to connect, and to try the host's address `address` next."""
-
-    def __init__(self, address: Address) -> None:
-        super().__init__("another address of its name is tried")
-        self.address = address
 
 
 class _Step(Enum):
@@ -179,19 +162,16 @@ class Link:
         self._once = once
         self._curve = curve
         self._server_key: bytes | None = None  # the last key that worked
+        self._failed_at: dict[Address, float] = {}  # failed handshakes since the last good one
         # Used from start() to close().
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._step = _Step.CONNECTING
-        self._failure: str | None = None  # of the current attempt
+        self._failure: str | None = None  # why the attempt, or the connection, ended
         self._is_refused_for_key = False
-        self._is_silent = False  # the address did not even refuse the connection
-        self._reasons: dict[str, str | None] = {}  # libzmq's reason -> a better one
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
-        self._descriptor: tuple[int, int] | None = None  # (descriptor of the connection, its inode)
-        self._lost: asyncio.Future[str] | None = None
-        self._is_put_off = False
+        self._lost = asyncio.Event()
         self._queue: deque[tuple[Message, int]] = deque()
         self._backlog = links.waiting.backlog(self._shed)
         # State when the link was last looked at.
@@ -280,21 +260,16 @@ class Link:
             self._drop()
             self.state = LinkState.RETRYING
         while True:
+            began = time.monotonic()
             try:
-                await self._connect()
+                self.error = await self._connect()
+                if self.error is None:
+                    began = await self._receive()
+                    self.error = self._failure
+                    if time.monotonic() - began >= RETRY_LIMIT_S:
+                        pause_s = RETRY_FIRST_S
             except OSError as error:
                 self.error = error_text(error)
-            else:
-                self.error = None
-                self.was_connected = True
-                lost = self._lost = asyncio.get_running_loop().create_future()
-                self._to(LinkState.CONNECTED)
-                self.retries = 0
-                self._begin_reading()
-                began = time.monotonic()
-                self.error = await lost
-                if time.monotonic() - began >= RETRY_LIMIT_S:
-                    pause_s = RETRY_FIRST_S
             self._drop()
             if self._once:
                 self._to(LinkState.CLOSED)
@@ -310,86 +285,85 @@ class Link:
             self.state = state
             self._on_state()
 
-    async def _connect(self) -> None:
-        """Try the endpoint's addresses until one completes the handshake. Raises OSError."""
+    async def _connect(self) -> str | None:
+        """Returns None when the handshake is complete, else why not. Raises OSError."""
         host = self.endpoint.partition("://")[2].rpartition(":")[0]
         is_name = self.endpoint.startswith("tcp:") and numeric(host) is None
         if is_name:
             self._to(LinkState.RESOLVING)
-        left = await self._addresses()
+        address, *others = await self._addresses()
         self._to(LinkState.CONNECTING)
-        while True:
-            address = left.pop(0)
-            try:
-                return await self._reach(address, is_name)
-            except _TryAt as found:
-                left = [found.address, *(each for each in left if each != found.address)]
-            except OSError:
-                if not left:
-                    raise
-
-    async def _reach(self, address: Address, is_name: bool) -> None:
-        """Connect to this address. With CURVE, try each trusted server key. Raises OSError."""
+        if others:
+            address = await self._listening()
         keys: list[bytes | None] = [None]
         if self._curve is not None:  # the key that worked last comes first
             keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
         for key in keys:
-            self._open(address, key)
-            try:
-                async with asyncio.timeout(None) as self._news:
-                    self._hear()
-                    await self._look_into(address, is_name)
-            except TimeoutError:
-                pass
-            finally:
-                self._news = None
-                self._end_monitor()
-            if self._step is _Step.READY:
-                self._links.seeking.discard(self)
-                self._server_key, self._is_silent = key, False
-                return
+            why = await self._shake_hands(address, key, is_name)
+            if why is None:
+                self._server_key = key
+                self._failed_at.clear()
+                return None
             self._drop()
+            if self._step is _Step.CONNECTING:
+                return why
+            self._failed_at[address] = time.monotonic()
             if self._is_refused_for_key:
-                break
-        failure = self._failure or "it accepts connections and sends nothing"
-        if not self._is_refused_for_key and self._links.may_probe():
-            is_curve = self._curve is not None
-            self._reasons[failure] = await why_no_handshake(address, is_curve=is_curve)
-        raise OSError(self._reasons.get(failure) or failure)
+                return why
+        await self._links.turn_to_probe()
+        return await why_no_handshake(address, is_curve=self._curve is not None) or why
 
-    async def _look_into(self, address: Address, is_name: bool) -> None:
-        """While libzmq cannot connect to `address`, find out why. Raises OSError if libzmq should
-        stop its attempts, or if another address should be tried."""
-        loop = asyncio.get_running_loop()
-        pause_s = again_s = LOOK_FIRST_S
-        ask_at = loop.time() + pause_s
+    async def _listening(self) -> Address:
+        """Wait until one of the name's addresses accepts connections. Those where something else
+        than an engine listened come last. Raises OSError."""
         while True:
-            await self._links.turn(min(again_s, ask_at - loop.time()))
+            await self._links.turn()
+            why = None
+            found = await self._addresses()
+            for address in sorted(found, key=lambda each: self._failed_at.get(each, 0.0)):
+                why = await why_unreachable(address)
+                if why is None:
+                    return address
+            self._unreachable(why or _SILENT)
+            await asyncio.sleep(OTHERS_S)
+            await self._links.turn_to_probe()
+
+    async def _shake_hands(self, address: Address, key: bytes | None, is_name: bool) -> str | None:
+        """Returns None when the handshake is complete, else why not. Raises OSError."""
+        self._open(address, key)
+        try:
+            async with asyncio.timeout(None) as self._news:
+                self._hear()
+                return await self._look_into(address, is_name)
+        except TimeoutError:
+            if self._step is _Step.READY:
+                return None
+            return self._failure or "it accepts connections and sends nothing"
+        finally:
+            self._news = None
+
+    async def _look_into(self, address: Address, is_name: bool) -> str:
+        """While libzmq cannot connect to `address`, find out why. Returns a reason to stop."""
+        pause_s = LOOK_FIRST_S
+        while True:
+            await asyncio.sleep(pause_s)
             addresses = await self._addresses() if is_name else [address]
             if address not in addresses:
-                raise OSError(self.error or "its name has another address now")
-            again_s = OTHERS_S if len(addresses) > 1 else RETRY_LIMIT_S if is_name else LOOK_LIMIT_S
-            for other in addresses:
-                is_up = other != address and await self._why_unreachable(other) is None
-                if is_up and self._step is _Step.CONNECTING:
-                    raise _TryAt(other)
-            if loop.time() >= ask_at:
-                why = await self._why_unreachable(address)
-                if why is not None and self._step is _Step.CONNECTING:
-                    if self._once:
-                        raise OSError(why)
-                    self.error = why
-                    self.retries += 1
-                    self._to(LinkState.RETRYING)
-                    if why == _SILENT and not self._is_silent:
-                        self._is_silent = True
-                        raise _TryAt(address)
-                pause_s = min(4 * pause_s, LOOK_LIMIT_S)
-                ask_at = loop.time() + pause_s
+                return "its name has another address now"
+            await self._links.turn_to_probe()
+            why = await why_unreachable(address)
+            if why is not None and self._step is _Step.CONNECTING:
+                self._unreachable(why)
+                if why == _SILENT or len(addresses) > 1:  # libzmq would wait for minutes, or here
+                    return why
+            pause_s = min(4 * pause_s, RETRY_LIMIT_S if is_name else LOOK_LIMIT_S)
 
-    async def _why_unreachable(self, address: Address) -> str | None:
-        await self._links.turn_to_probe()
-        return await why_unreachable(address)
+    def _unreachable(self, why: str) -> None:
+        if self._once:
+            raise OSError(why)
+        self.error = why
+        self.retries += 1
+        self._to(LinkState.RETRYING)
 
     async def _addresses(self) -> list[Address]:
         scheme, _, rest = self.endpoint.partition("://")
@@ -414,17 +388,12 @@ class Link:
     # an attempt, by the socket and its monitor
 
     def _open(self, address: Address, key: bytes | None) -> None:
-        self._drop()
-        self._step, self._failure, self._descriptor = _Step.CONNECTING, None, None
-        self._is_refused_for_key = False
+        self._step, self._failure, self._is_refused_for_key = _Step.CONNECTING, None, False
+        self._lost.clear()
         try:
             made = self._socket = self._links.socket(self._socket_type)
             for option, value in _OPTIONS.items():
                 made.setsockopt(option, value)
-            is_one_of_many = len(self._links.seeking) >= OFTEN_TRIED
-            self._links.seeking.add(self)
-            made.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS << is_one_of_many)
-            made.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS if self._is_silent else 0)
             made.setsockopt(zmq.MAXMSGSIZE, _OVERSIZE * self._max_message_bytes)
             made.setsockopt(zmq.IPV6, address[0] == socket.AF_INET6)
             if self._curve is not None and key is not None:
@@ -439,32 +408,28 @@ class Link:
             made.connect(_endpoint(address))
             self._opening(made)
         except zmq.ZMQError as error:
-            self._drop()
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Read libzmq's reports on an attempt to connect. The end of the attempt wakes `_reach`."""
-        assert self._monitor is not None
+        """Read libzmq's reports. The end of an attempt wakes `_shake_hands`."""
         with contextlib.suppress(zmq.Again):
-            while True:
+            while self._monitor is not None and not self._monitor.closed:
                 parsed = parse_monitor_message(self._monitor.recv_multipart(_NOW))
-                self._note(int(parsed["event"]), int(parsed["value"]))
+                self._note(int(parsed["event"]))
         news = self._news
         if news and not news.expired() and self._step is not _Step.CONNECTING:
             left_s = 0.0 if self._failure or self._step is _Step.READY else HANDSHAKE_S
             news.reschedule(asyncio.get_running_loop().time() + left_s)
 
-    def _note(self, event: int, value: int) -> None:
+    def _note(self, event: int) -> None:
         if event == zmq.Event.CONNECTED:
             self._step = _Step.SHAKING_HANDS
-            with contextlib.suppress(OSError):  # the connection is already lost again
-                self._descriptor = value, os.fstat(value).st_ino
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._step = _Step.READY
-        elif self._step is _Step.READY:  # the connection was made and lost again
-            self._descriptor = None
         elif self._failure is None:
             self._failure = self._failed(event)
+            if self._step is _Step.READY:
+                self._lost.set()
 
     def _failed(self, event: int) -> str:
         if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
@@ -474,80 +439,53 @@ class Link:
             if self._curve is None:
                 return "it requires credentials"
             return f"it does not admit our public key {self._curve.pair.public.decode()}"
-        return self._step.value if self._curve is None else "its server key is not trusted"
-
-    def _end_monitor(self) -> None:
-        """Read the last events of the libzmq monitor, then close the monitor. From now on, a loss
-        of the connection is found by checks of the connection's file descriptor."""
-        if self._monitor is not None and not self._monitor.closed:  # else its context was closed
-            self._hear()
-            asyncio.get_running_loop().remove_reader(self._monitor.fileno())
-            if self._socket is not None and not self._socket.closed:
-                self._socket.disable_monitor()  # first, so that libzmq does not wait for a reader
-            self._monitor.close(linger=0)
-        self._monitor = None
+        if self._curve is None or self._step is _Step.READY:
+            return self._step.value
+        return "its server key is not trusted"
 
     def _drop(self) -> None:
-        self._end_monitor()
-        self._links.seeking.discard(self)
-        self._links.unwatch(self)
+        loop = asyncio.get_running_loop()
         made, self._socket = self._socket, None
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None and not monitor.closed:  # else its context was closed
+            loop.remove_reader(monitor.fileno())
+            if made is not None and not made.closed:
+                made.disable_monitor()  # first, so that libzmq does not wait for a reader
+            monitor.close(linger=0)
         if made is not None and not made.closed:
-            asyncio.get_running_loop().remove_reader(made.fileno())
+            loop.remove_reader(made.fileno())
             made.close(linger=0)
 
     # a connection
 
-    def look(self) -> None:
-        """Check whether the connection is lost, which means that libzmq has closed the connection's
-        file descriptor."""
-        if self._descriptor is not None:
-            number, inode = self._descriptor
-            with contextlib.suppress(OSError):
-                if os.fstat(number).st_ino == inode:
-                    return
-        self._links.unwatch(self)
-        while self._take(_MESSAGES_PER_READ):  # libzmq holds at most a few rounds of messages
+    async def _receive(self) -> float:
+        """Receive messages until the connection is lost. Returns when it was made."""
+        assert self._socket is not None
+        self.was_connected = True
+        self._to(LinkState.CONNECTED)
+        self.retries = 0
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._wake)
+        self._wake()
+        began = time.monotonic()
+        await self._lost.wait()
+        await self._links.turn()  # a host may end with hundreds of ranks
+        while self._take():  # libzmq holds at most a few rounds of messages
             pass
-        self._lose(_Step.READY.value)
-
-    def _lose(self, reason: str) -> None:
-        if self._lost is not None and not self._lost.done():
-            self._lost.set_result(reason)
+        return began
 
     def _give_up(self, reason: str) -> None:
         """Stop receiving, and treat the connection as lost."""
-        self._lose(reason)
+        self._failure = reason
+        self._lost.set()
         self._drop()
 
-    def _begin_reading(self) -> None:
-        """Start to receive messages, after the link's owner was told of the connection."""
-        assert self._socket is not None
-        self._links.watch(self)
-        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
-        self._read()
+    def _wake(self) -> None:
+        """Called when the socket's descriptor signals that messages arrived."""
+        self._links.read(self._take)
 
-    def _read(self) -> None:
-        """Receive messages. Called when the socket's descriptor signals that messages arrived."""
-        if not self._is_put_off:
-            self._read_on()
-
-    def _read_on(self) -> None:
-        self._is_put_off = False
-        began = time.perf_counter()
-        more = self._socket is not None
-        try:
-            if self._links.may_read():
-                more = self._take(_MESSAGES_PER_READ)
-                self._links.has_read(began)
-        finally:  # the descriptor does not signal again after an exception
-            if more:
-                self._is_put_off = True
-                self._links.put_off(self._read_on)
-
-    def _take(self, most: int) -> bool:
-        """Receive at most `most` messages from libzmq. Returns True if libzmq may have more."""
-        for _ in range(most):
+    def _take(self) -> bool:
+        """Receive a few messages from libzmq. Returns True if libzmq may have more."""
+        for _ in range(_MESSAGES_PER_READ):
             made = self._socket
             if made is None:
                 return False

@@ -7,9 +7,9 @@ bytes drops its oldest messages."""
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import zmq
 import zmq.asyncio
@@ -33,14 +33,8 @@ READ_SLICE_S = 0.001
 # How many probes per second search the reason of a missing connection, for all links together. With
 # 4 096 refused sources, each has its reason within 82 s, for some 3 % of a core.
 PROBES_PER_S = 50
-# Interval in seconds of checks for a lost connection. One check takes a microsecond.
-LOOK_EVERY_S = 0.25
-LOOKS_PER_TURN = 256
-# Descriptors: one per engine rank and per peer, three while a link connects, and one per running
-# replay.
+# Descriptors: four per engine rank and per peer, and per running replay.
 MAX_ZMQ_SOCKETS = 65_536
-
-_T = TypeVar("_T")
 
 
 class Backlog:
@@ -86,49 +80,6 @@ class Backlogs:
             backlog.shed(self.bytes - goal)
 
 
-class Watched(Protocol):
-    """A connection whose `look()` is called regularly, to detect the loss of the connection."""
-
-    def look(self) -> None: ...
-
-
-class Rounds(Generic[_T]):
-    """Calls `look(member)` for each member every `every_s` seconds, for a few members in each
-    iteration of the event loop. Members may be added and removed at any time. The calls stop when
-    no member is left; start() then starts the calls again."""
-
-    def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
-        self._members: Final = members
-        self._look: Final = look
-        self._every_s: Final = every_s
-        self._left: deque[_T] = deque()  # members still to be checked in this round
-        self._next: asyncio.Handle | None = None
-
-    def start(self) -> None:
-        if self._next is None:
-            self._next = asyncio.get_running_loop().call_later(self._every_s, self._turn)
-
-    def stop(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-
-    def _turn(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._left.extend(() if self._left else self._members)
-        try:
-            for _ in range(min(len(self._left), LOOKS_PER_TURN)):
-                member = self._left.popleft()
-                if member in self._members:
-                    self._look(member)
-        finally:
-            self._next = None
-            if self._left:
-                self._next = loop.call_soon(self._turn)
-            elif self._members:
-                self.start()
-
-
 class Links:
     """State that all ZMQ connections (`Link`) of the process share. Not thread-safe."""
 
@@ -151,23 +102,18 @@ class Links:
         self.resolver = resolver or Resolver()
         self.waiting = waiting or Backlogs()
         self._probing = asyncio.Lock()
-        self._probe_at = 0.0
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
         self.is_ending = False  # once true, no link starts
-        self._read_s = 0.0  # time spent reading in this turn
+        self._unread: OrderedDict[Callable[[], bool], None] = OrderedDict()
         self._is_reading = False
-        self._put_off: deque[Callable[[], None]] = deque()
-        self.seeking: set[object] = set()  # links with a socket but without a connection
-        self._watched: dict[Watched, None] = {}
-        self._looks = Rounds(self._watched, lambda each: each.look(), LOOK_EVERY_S)
-
-    # opening and closing
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
         """Return a plain (not asyncio) socket, which is closed with the context."""
         make: Any = self.context.socket
         return cast("zmq.Socket[bytes]", make(kind, socket_class=zmq.Socket))
+
+    # opening and closing
 
     def call(self, step: Callable[[], None]) -> None:
         """Call `step` soon. Steps run in the order of the calls, a few in each turn of the loop."""
@@ -176,35 +122,11 @@ class Links:
             self._is_stepping = True
             asyncio.get_running_loop().call_soon(self._step)
 
-    async def turn(self, after_s: float = 0.0) -> None:
-        """Wait for `after_s` seconds, and then until it is this caller's turn to open a socket."""
-        loop = asyncio.get_running_loop()
-        mine = loop.create_future()
-        later = loop.call_later(
-            after_s, self.call, lambda: None if mine.done() else mine.set_result(None)
-        )
-        try:
-            await mine
-        finally:
-            later.cancel()
-
-    async def turn_to_probe(self) -> None:
-        """Wait until the limit of probes (test connections) per second permits the next probe."""
-        loop = asyncio.get_running_loop()
-        async with self._probing:
-            while not self._takes_probe():
-                await self.turn(self._probe_at - loop.time())
-
-    def may_probe(self) -> bool:
-        """Whether the limit permits a probe (test connection) now. If so, the probe is counted."""
-        return not self._probing.locked() and self._takes_probe()
-
-    def _takes_probe(self) -> bool:
-        now = asyncio.get_running_loop().time()
-        if now < self._probe_at:
-            return False
-        self._probe_at = now + 1 / PROBES_PER_S
-        return True
+    async def turn(self) -> None:
+        """Wait until it is this caller's turn to open a socket."""
+        mine = asyncio.get_running_loop().create_future()
+        self.call(lambda: None if mine.done() else mine.set_result(None))
+        await mine
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):
@@ -214,44 +136,35 @@ class Links:
         if self._is_stepping:
             asyncio.get_running_loop().call_soon(self._step)
 
+    async def turn_to_probe(self) -> None:
+        """Wait until the limit of probes (test connections) per second permits the next probe."""
+        async with self._probing:
+            await asyncio.sleep(1 / PROBES_PER_S)
+
     # reading
 
-    def may_read(self) -> bool:
-        """Whether this iteration of the loop may receive more messages. If not, call `put_off`."""
-        return not self._read_s or self._read_s < READ_SLICE_S
-
-    def has_read(self, began: float) -> None:
-        """Count the time since `began` (perf_counter) as spent on receiving in this iteration."""
-        self._read_s += time.perf_counter() - began
-        self._await_turn()
-
-    def put_off(self, read_on: Callable[[], None]) -> None:
-        """Call `read_on` in a later iteration of the event loop, when messages may be received."""
-        self._put_off.append(read_on)
-        self._await_turn()
-
-    def _await_turn(self) -> None:
+    def read(self, read: Callable[[], bool]) -> None:
+        """Call `read()` until it returns False. It reads a few messages. In each turn of the loop,
+        all links together read for READ_SLICE_S, one after another."""
+        self._unread[read] = None
         if not self._is_reading:
             self._is_reading = True
-            asyncio.get_running_loop().call_soon(self._next_turn)
+            asyncio.get_running_loop().call_soon(self._read)
 
-    def _next_turn(self) -> None:
-        self._is_reading = False
-        self._read_s = 0.0
+    def _read(self) -> None:
+        ends = time.perf_counter() + READ_SLICE_S
         try:
-            for _ in range(len(self._put_off)):
-                if not self.may_read():
+            while self._unread:
+                read, _ = self._unread.popitem(last=False)
+                more = True  # also after an exception: the descriptor does not signal again
+                try:
+                    more = read()
+                finally:
+                    if more:
+                        self._unread[read] = None
+                if time.perf_counter() >= ends:
                     break
-                self._put_off.popleft()()
-        finally:  # even after an exception
-            if self._put_off:
-                self._await_turn()
-
-    # connections that may be lost
-
-    def watch(self, connection: Watched) -> None:
-        self._watched[connection] = None
-        self._looks.start()
-
-    def unwatch(self, connection: Watched) -> None:
-        self._watched.pop(connection, None)
+        finally:
+            self._is_reading = bool(self._unread)
+            if self._is_reading:
+                asyncio.get_running_loop().call_soon(self._read)

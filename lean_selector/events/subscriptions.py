@@ -20,8 +20,9 @@ from lean_selector.core.selection.shapes import Source
 from lean_selector.core.zmq_endpoints import zmq_key
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvListener
-from lean_selector.events.links import Links, Rounds
+from lean_selector.events.links import Links
 from lean_selector.events.source_watch import GRACE_S
+from lean_selector.tasks import supervise
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 MAX_REPLAYS: Final = 64
 # Interval in seconds at which each source is checked. A check takes two microseconds.
 LOOK_EVERY_S: Final = 1.0
+LOOKS_PER_TURN: Final = 256
 
 
 class KvSubscriptions:
@@ -45,7 +47,7 @@ class KvSubscriptions:
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
         self._held: set[RankKey] | None = None  # sources waiting for a recovery's end
         self._listeners: dict[RankKey, KvListener] = {}
-        self._looks = Rounds(self._listeners, self._look, LOOK_EVERY_S)
+        self._looking: asyncio.Task[None] | None = None
         self._partitions: dict[RankKey, Partition] = {}  # by the same keys
         # zmq_key -> ranks; no list is empty.
         self._by_endpoint: dict[str, list[RankKey]] = {}
@@ -83,7 +85,8 @@ class KvSubscriptions:
             self._held.add(rank)
         else:
             self._start(rank)
-        self._looks.start()
+        if self._looking is None:
+            self._looking = supervise("kv sources", self._look_at_all)
 
     def _lost(self, worker_id: int) -> None:
         if self.on_lost is not None:
@@ -119,8 +122,19 @@ class KvSubscriptions:
         for rank in sorted(held or ()):
             self._start(rank)
 
+    async def _look_at_all(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            for at, rank in enumerate(list(self._listeners), 1):
+                loop.call_soon(self._look, rank)  # one that fails stops no other
+                if at % LOOKS_PER_TURN == 0:
+                    await asyncio.sleep(0)
+
     def _look(self, rank: RankKey) -> None:
-        self._listeners[rank].look(time.monotonic())
+        listener = self._listeners.get(rank)
+        if listener is not None:
+            listener.look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
         """End the subscription to a rank's KV events. The rank's blocks stay in the index. Returns
@@ -243,7 +257,8 @@ class KvSubscriptions:
     async def close(self) -> None:
         """End all subscriptions, and wait until their tasks have ended."""
         self._is_closed = True
-        self._looks.stop()
+        if self._looking is not None:
+            self._looking.cancel()
         for key in list(self._listeners):
             self.unsubscribe(*key)
         if self._loads is not None:

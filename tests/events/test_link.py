@@ -181,7 +181,7 @@ async def test_a_monitor_is_taken_down_before_what_hears_it_is_closed() -> None:
         patch.setattr(zmq.Socket, "close", closing)
         async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
             await until(lambda: heard.link.state is LinkState.CONNECTED)
-        assert order[:2] == [("disable", zmq.SUB), ("close", zmq.PAIR)]
+        assert order[:3] == [("disable", zmq.SUB), ("close", zmq.PAIR), ("close", zmq.SUB)]
         order.clear()
         async with Heard("tcp://127.0.0.1:1") as refused:
             await until(lambda: refused.link.error)
@@ -261,6 +261,42 @@ async def test_a_listener_that_appears_at_any_address_of_a_name_is_found_without
             async with publisher(f"tcp://{late}:{port}") as pub:
                 assert await pub.recv() == b"\x01"
                 await until(lambda: heard.link.state is LinkState.CONNECTED)
+
+
+@on_loop
+async def test_what_listens_at_another_address_of_a_name_and_is_no_engine_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RETRY_FIRST_S", 0.01)
+    monkeypatch.setattr(module, "OTHERS_S", 0.01)
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    addresses = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    async with publisher(f"tcp://{addresses[2]}:*") as pub:
+        others = [await asyncio.start_server(hang_up, ip, port_of(pub)) for ip in addresses[:2]]
+        links = Links(resolver=names(engine=addresses))
+        async with Heard(f"tcp://engine:{port_of(pub)}", links):
+            assert await pub.recv() == b"\x01"
+        for other in others:
+            other.close()
+
+
+@on_loop
+async def test_a_name_gains_an_address_while_another_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_FIRST_S", 0.01)
+    addresses = ["127.0.0.1"]
+    async with publisher() as pub:
+        port = port_of(pub)
+    async with Heard(f"tcp://engine:{port}", Links(resolver=names(engine=addresses))) as heard:
+        await until(lambda: heard.link.error == "Connection refused")
+        addresses.append("127.0.0.2")
+        async with publisher(f"tcp://127.0.0.2:{port}") as pub:
+            assert await pub.recv() == b"\x01"
 
 
 @on_loop
@@ -352,9 +388,11 @@ async def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
     really_sleep = asyncio.sleep
 
     async def sleep(pause_s: float) -> None:
-        pauses.append(pause_s)
-        await really_sleep(0)
+        if module.RETRY_FIRST_S / 2 < pause_s < 1000.0:  # not those between probes
+            pauses.append(pause_s)
+        await really_sleep(0 if pause_s < 1000.0 else pause_s)
 
+    monkeypatch.setattr(module, "LOOK_FIRST_S", 1000.0)
     async with listener(answer) as (endpoint, came), Heard(endpoint) as heard:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "sleep", sleep)
@@ -513,7 +551,7 @@ async def test_many_links_are_opened_and_closed_a_few_per_turn(
 ) -> None:
     """4 096 at once must not hold the loop, so what one turn opens does not grow with them."""
 
-    async def refused(self: Link) -> None:
+    async def refused(self: Link) -> str | None:
         raise OSError("not now")
 
     monkeypatch.setattr(Link, "_connect", refused)
@@ -609,31 +647,7 @@ async def test_what_only_a_process_of_its_own_reaches_says_so() -> None:
         assert heard.link.error == "inproc is not reachable outside of this process"
 
 
-class Losable:
-    """A connection that is looked at; it can be lost, and looking can fail."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self.looks = 0
-        self._then = then
-
-    def look(self) -> None:
-        self.looks += 1
-        self._then()
-
-
-@on_loop
-async def test_a_connection_that_cannot_be_looked_at_keeps_nobody_from_being_looked_at() -> None:
-    failed = faults()
-    links, broken, sound = Links(), Losable(fail), Losable(lambda: None)
-    links.watch(broken)
-    links.watch(sound)
-    await until(lambda: sound.looks >= 2 and broken.looks >= 2)
-    assert {str(error) for error in failed} == {"a bug"}
-    links.unwatch(broken)
-    links.unwatch(sound)
-
-
-def fail() -> None:
+def fail() -> bool:
     raise RuntimeError("a bug")
 
 
@@ -642,8 +656,18 @@ async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
     failed = faults()
     read: list[str] = []
     links = Links()
-    links.put_off(fail)
-    links.put_off(lambda: read.append("the next"))
+    fails = iter([True])
+
+    def reads() -> bool:
+        return next(fails, False) and fail()
+
+    def next_one() -> Iterator[bool]:
+        read.append("the next")
+        yield False
+
+    reads_on = next_one()
+    links.read(reads)
+    links.read(lambda: next(reads_on))
     await until(lambda: read)
     assert len(failed) == 1
 
@@ -656,10 +680,11 @@ async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_m
     async with publisher() as pub, Heard(endpoint_of(pub), links) as heard:
         assert await pub.recv() == b"\x01"
         await until(lambda: heard.states == [LinkState.CONNECTED])
-        heard.link._on_message = fail
-        links._read_s = 1e9  # nothing is read meanwhile: what comes then stands in one queue
+        heard.link._on_message = fail  # type: ignore[assignment] # it raises
+        links._is_reading = True  # nothing is read meanwhile: what comes then stands in one queue
         for number in range(5):
             await pub.send_multipart([b"", str(number).encode()])
-        links._read_s = 0.0
+        await until(lambda: links._unread)
+        asyncio.get_running_loop().call_soon(links._read)
         await until(lambda: heard.link.waiting == 5)
         assert len(failed) == 1
