@@ -60,7 +60,7 @@ class BatchWork:
         """Start a batch. Then call `go_on` while `is_under_way` is true."""
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
-        self._is_again = self._cursor.is_again
+        self._is_again = self._cursor.is_again or self._cursor.is_copied
         if len(payload) > MAX_BATCH_BYTES:
             self._lose_all("oversize", f"it has more than {MAX_BATCH_BYTES} bytes")
             return

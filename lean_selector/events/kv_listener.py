@@ -10,8 +10,14 @@ import time
 from collections.abc import Callable
 from enum import Enum, auto
 
-from lean_selector.core.index.kv_cursor import BatchVerdict, KvCursor, SourceState
+from lean_selector.core.index.kv_cursor import (
+    LATE_FIRST_SEQ,
+    BatchVerdict,
+    KvCursor,
+    SourceState,
+)
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import Watermark
 from lean_selector.events.batch_work import BatchWork
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_sockets import live_frames, open_live, open_replay, replay_frames
@@ -194,9 +200,13 @@ class KvListener:
         await self.stop()
 
     @property
-    def watermark(self) -> int | None:
-        """Number of the last applied batch; None while a batch is being applied or is missing."""
-        return None if self._work.is_under_way else self.cursor.complete_to
+    def mark(self) -> Watermark | None:
+        """Which batches are in the rank's blocks. None while a batch is being applied or is
+        missing, or if blocks may be of batches that a peer does not know."""
+        seq = self.cursor.complete_to
+        if seq is None or self._work.is_under_way or self.ingest.is_tentative:
+            return None
+        return Watermark(seq, max(seq, self.cursor.copied_to), self.cursor.unknown)
 
     def status(self) -> SourceStatus:
         cursor, counts = self.cursor, self.ingest.counts
@@ -320,6 +330,8 @@ class KvListener:
             remedy = "replay" if self.cursor.can_replay else "batches lost"
             level = logging.INFO if last_seq is None else logging.WARNING  # the first batch
             self._report("gap", level, f"gap: {last_seq} then {seq}, {remedy}")
+        if verdict is BatchVerdict.APPLY and not seq and self.ingest.is_tentative:
+            self.ingest.clear()  # the engine has just begun: what a peer knew is of another one
         if verdict is BatchVerdict.APPLY or verdict is BatchVerdict.RESTART:
             self._work.take(payload)
         self._replay_if_due()
@@ -428,7 +440,12 @@ class KvListener:
             return False
         seq, payload = reply
         if not payload:
+            if self.cursor.watermark is None and self.ingest.is_tentative:
+                self.ingest.clear()  # the engine has cached nothing
             return True
+        if seq <= LATE_FIRST_SEQ and self.ingest.is_tentative:
+            self.ingest.clear()  # all that the engine holds is in this replay
+            self.cursor.supersede()
         verdict = self.cursor.replayed(seq, payload)
         if verdict is BatchVerdict.RESTART:
             self.ingest.clear()

@@ -59,6 +59,8 @@ def condition(
         return NO_REPLAY, f"no replay endpoint to ask for the {cursor.unknown} batches before"
     if state is SourceState.CONNECTING and replay_endpoint is None:
         return NO_REPLAY, "connected, but no event received, and no replay endpoint registered"
+    if state is SourceState.LIVE and ingest.is_tentative:
+        return PARTIAL, "some blocks are copied from a peer that did not know the last batch"
     return state.value, ""
 
 

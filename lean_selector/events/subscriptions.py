@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.core.index.shapes import Watermark
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
@@ -94,9 +95,9 @@ class KvSubscriptions:
 
     def _start(self, rank: RankKey) -> None:
         listener = self._listeners[rank]
-        watermark = self._partitions[rank].take_watermark(rank)
-        if watermark is not None:
-            listener.cursor.resume_at(watermark)
+        mark = self._partitions[rank].take_watermark(rank)
+        if mark is not None:
+            listener.cursor.resume_at(mark.seq, mark.until, mark.unknown)
         listener.start()
 
     def hold(self) -> None:
@@ -154,7 +155,6 @@ class KvSubscriptions:
             self._held.discard(rank)
         ending = listener.stop()
         spoken_for = listener.ingest.dp_ranks
-        listener.ingest.close()
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         return spoken_for
@@ -209,14 +209,18 @@ class KvSubscriptions:
             if listener is not None:
                 yield self._partitions[rank], listener.status()
 
-    def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """Return rank -> number of the last applied batch. Ranks that lack batches are left out."""
-        watermarks = dict(partition.watermarks)
-        for rank, of in self._partitions.items():
-            watermark = self._listeners[rank].watermark if of is partition else None
-            if watermark is not None:
-                watermarks[rank] = watermark
-        return watermarks
+    def watermarks(self, partition: Partition) -> dict[RankKey, Watermark]:
+        """Return each rank's `watermark`. Ranks without one are left out."""
+        ranks = [rank for rank, of in self._partitions.items() if of is partition]
+        found = {rank: self.watermark(partition, rank) for rank in (*partition.watermarks, *ranks)}
+        return {rank: mark for rank, mark in found.items() if mark is not None}
+
+    def watermark(self, partition: Partition, rank: RankKey) -> Watermark | None:
+        """Return which batches are in a rank's blocks; None if batches are missing after the first
+        known one."""
+        if self._partitions.get(rank) is not partition or rank in partition.watermarks:
+            return partition.watermarks.get(rank)
+        return self._listeners[rank].mark
 
     def listeners(self, key: str) -> Sequence[RankKey]:
         """Return the ranks whose KV-event endpoint is `key` (an endpoint in `zmq_key`'s form)."""
@@ -234,7 +238,9 @@ class KvSubscriptions:
     def is_ahead(self, rank: RankKey) -> bool:
         """Whether the rank sent us KV events. If so, our blocks are newer than a peer's copy."""
         listener = self._listeners.get(rank)
-        return listener is not None and listener.cursor.has_told
+        if listener is None:
+            return False
+        return listener.cursor.has_told or listener.cursor.watermark is not None
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:

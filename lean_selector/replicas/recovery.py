@@ -5,16 +5,18 @@ between which the loop serves requests. If the first worker of a partition regis
 another block size, the partition's recovered blocks are discarded (D3). A rank is skipped if its
 engine has sent us events (they are newer than any dump), or if our subscription to it ended during
 the recovery. A subscription with a replay endpoint starts after the recovery. Its replay begins
-with the dump's last batch, to detect an engine restart (D34). Spec: indexer.md 4.2 and 7.5."""
+with the dump's last batch, to detect an engine restart (D34). Spec: indexer.md 4.2 and 4.3."""
 
 import asyncio
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
 from typing import TypeVar
 
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import StoreResult
+from lean_selector.core.index.kv_ingest import remember_salt
+from lean_selector.core.index.shapes import LearnedFacts, StoreResult
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
@@ -27,6 +29,7 @@ from lean_selector.wire.dump_shapes import (
     ClearedRank,
     DumpedPartition,
     DumpEvent,
+    LearnedRank,
     RemovedBlocks,
     StoredBlocks,
 )
@@ -227,11 +230,12 @@ class Recovery:
             return
         self.skipped_ranks += len(left_alone)
         # Set only after all blocks are applied, so that a source that starts at its watermark
-        # misses no block. A source that is connected already is restarted, because its queue may
-        # hold batches from before the dump.
+        # misses no block. The queue of a source that is connected already may hold batches from
+        # before the dump, so its blocks stay tentative.
         for rank in dumped.watermarks.keys() - left_alone:
             if not (self._subscriptions.is_listening(rank) or self._is_ahead(rank)):
                 partition.watermarks[rank] = dumped.watermarks[rank]
+                _learn(partition.index, rank, dumped.learned[rank]).is_tentative = False
 
     async def _apply_rank(
         self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
@@ -246,14 +250,16 @@ class Recovery:
             partition = self._partition(dumped)
             if partition is None:
                 return False
-            event = ready.pop()
+            event, index = ready.pop(), partition.index
             if not isinstance(event, StoredBlocks):
-                _forget(partition.index, event)
+                _forget(index, event)
                 continue
-            result = partition.index.store(
+            result = index.store(
                 *rank, event.tier, event.parent_hash, event.block_hashes, event.local_hashes
             )
             if result is StoreResult.STORED:
+                index.learn(rank).is_tentative = True
+                _store_again(index, event, rank in dumped.watermarks)
                 self.blocks += len(event.block_hashes)
                 if waiting:
                     for block_hash in event.block_hashes:
@@ -279,6 +285,31 @@ def log_discarded(of: Partition | DumpedPartition) -> None:
     """Log that recovered blocks are dropped because the workers have another block size (D3)."""
     text = "recovered blocks of model=%s tenant=%s dropped: block size %d differs from the workers'"
     logger.warning(text, of.model_name, of.tenant_id, of.block_size)
+
+
+def _store_again(index: KvIndex, event: StoredBlocks, is_exact: bool) -> None:
+    """Apply what else a peer has learned of blocks that were just stored. Copies count only if the
+    dump of the rank `is_exact`; otherwise a block might stay for ever."""
+    key, tier, parent = (event.worker_id, event.dp_rank), event.tier, event.parent_hash
+    again, salts = event.learned.again or (), event.learned.salts or ()
+    for at in range(min(len(event.block_hashes), max(len(again), len(salts)))):
+        name, others = event.block_hashes[at], again[at] if at < len(again) else ()
+        local = event.local_hashes[at << 3 : (at + 1) << 3]
+        for other in others:
+            index.store(*key, tier, parent, (other,), local, counted=is_exact)
+        salt = salts[at] if at < len(salts) else None
+        if salt is not None:
+            known = index.learn(key).salts.setdefault(tier, OrderedDict())
+            remember_salt(known, (name, *others), salt)
+        parent = name
+
+
+def _learn(index: KvIndex, rank: RankKey, learned: LearnedRank) -> LearnedFacts:
+    facts = index.learn(rank)
+    facts.is_prefix_group.update(learned.groups)
+    facts.reports_hits = learned.reports_hits
+    facts.announced.extend(map(tuple, learned.announced))
+    return facts
 
 
 def _forget(index: KvIndex, event: RemovedBlocks | ClearedRank) -> None:

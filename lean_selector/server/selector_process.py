@@ -98,7 +98,7 @@ class SelectorParts(Parts):
         if not config.page.is_off:
             self.add(PagePart(core, self.report))
         call_soon = asyncio.get_running_loop().call_soon
-        self.dumps = DumpAnswers(core.selector.catalog, core.subscriptions.watermarks, call_soon)
+        self.dumps = DumpAnswers(core.selector.catalog, core.subscriptions, call_soon)
         self.service = self._new_service()
 
     def _new_service(self) -> SelectionService:

@@ -7,11 +7,13 @@ A handler gets a struct, makes one call into the core, and returns a struct. The
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Final
+from functools import partial
+from typing import Any, ClassVar, Final, Protocol
 
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.errors import BadRequest, NotFound, Unavailable
+from lean_selector.core.index.shapes import Watermark
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
@@ -73,7 +75,13 @@ from lean_selector.wire.selection_bodies import (
 
 _SMALL_BLOCKS = 1000  # encoding takes up to a millisecond
 
-Watermarks = Callable[[Partition], dict[RankKey, int]]
+
+class Watermarks(Protocol):
+    """Tells which batches of KV events are in the blocks of ranks; `KvSubscriptions` is one."""
+
+    def watermarks(self, partition: Partition) -> dict[RankKey, Watermark]: ...
+
+    def watermark(self, partition: Partition, rank: RankKey) -> Watermark | None: ...
 
 
 class DumpAnswers:
@@ -82,13 +90,12 @@ class DumpAnswers:
     def __init__(
         self,
         catalog: Catalog,
-        watermarks: Watermarks,
+        sources: Watermarks,
         call_soon: CallSoon,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`watermarks` returns, by rank, the number of the last applied batch of KV events."""
         self._catalog = catalog
-        self._watermarks = watermarks
+        self._sources = sources
         self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
         self._sliced_16 = SlicedAnswers(
             "a dump", lambda: self.parts(as_1_6=True), call_soon, clock=clock
@@ -110,16 +117,14 @@ class DumpAnswers:
         from lean_selector.wire.dump import encode_dump
         from lean_selector.wire.dump_shapes import PartitionDump
 
-        return encode_dump(
-            [
-                PartitionDump(*key, partition.block_size, partition.index.dump(), watermarks)
-                for key, partition in sorted(self._catalog.partitions.items())
-                if (watermarks := self._watermarks(partition))
-                or partition.established
-                or not partition.index.is_empty
-            ],
-            as_1_6=as_1_6,
-        )
+        dumps: list[PartitionDump] = []
+        for key, partition in sorted(self._catalog.partitions.items()):
+            marks, index = self._sources.watermarks(partition), partition.index
+            if marks or partition.established or not index.is_empty:
+                mark = partial(self._sources.watermark, partition)
+                runs = index.dump(watermarks=marks, watermark=mark)
+                dumps.append(PartitionDump(*key, index.block_size, runs, marks, index.learned))
+        return encode_dump(dumps, as_1_6=as_1_6)
 
 
 _THRESHOLD_FIELDS: Final = frozenset({"model", "tenant_id", "routing_group"})

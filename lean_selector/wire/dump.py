@@ -1,18 +1,21 @@
 """The text of GET /dump: events from which a partition's index can be rebuilt.
 
 The text is written in parts, so that no part blocks the event loop for long. The reader accepts
-dumps of any selector or standalone indexer. Our entries (one per partition) have three more fields,
-which the reference ignores: `model_name` and `tenant_id`, because a key MODEL:TENANT may have more
-colons, and `watermarks`, each rank's last batch number. Spec: indexer.md 4.1, 4.2, 7.5."""
+dumps of any selector or standalone indexer. Our entries (one per partition) have more fields, which
+the reference ignores: `model_name` and `tenant_id`, because a key MODEL:TENANT may have more
+colons; `watermarks`, each rank's last batch number; and `learned`, what its events have shown of
+the engine. What they have shown of blocks is in a field `learned` of the blocks' event. Spec:
+indexer.md 4.1, 4.2, 4.3."""
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from lean_selector.core.index.shapes import StoredRun, Tier
+from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier, Watermark
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.wire.dump_shapes import (
@@ -22,6 +25,8 @@ from lean_selector.wire.dump_shapes import (
     DumpedPartition,
     DumpEvent,
     Event,
+    LearnedBlocks,
+    LearnedRank,
     Names,
     PartitionDump,
     ReadEntry,
@@ -64,13 +69,25 @@ def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) ->
         if as_1_6 or (is_empty and not partition.watermarks):
             yield b"]}"
             continue
-        watermarks = {
-            f"{worker_id}:{dp_rank}": seq
-            for (worker_id, dp_rank), seq in sorted(partition.watermarks.items())
-        }
-        names = Names(partition.model_name, partition.tenant_id, watermarks)
-        yield b"]," + _encode(names)[1:]
+        yield b"]," + _encode(_names(partition))[1:]
     yield b"}"
+
+
+def _names(partition: PartitionDump) -> Names:
+    watermarks: dict[str, int] = {}
+    learned: dict[str, LearnedRank] = {}
+    for rank, mark in sorted(partition.watermarks.items()):
+        facts = partition.learned(rank) or LearnedFacts()
+        name = f"{rank[0]}:{rank[1]}"
+        watermarks[name] = mark.seq
+        learned[name] = LearnedRank(
+            None if mark.until == mark.seq else mark.until,
+            mark.unknown,
+            facts.is_prefix_group,
+            facts.reports_hits,
+            [list(hashes) for hashes in facts.announced],
+        )
+    return Names(partition.model_name, partition.tenant_id, watermarks, learned)
 
 
 def _keys(partitions: Sequence[PartitionDump]) -> list[str]:
@@ -116,7 +133,11 @@ def _tier_event(run: StoredRun, event_id: int, as_1_6: bool) -> TierEvent | Doma
     tier = _TIER_NAMES[run.tier]
     if as_1_6:
         return DomainTierEvent(run.worker_id, tier, "worker", event)
-    return TierEvent(run.worker_id, tier, event)
+    if run.salts is None and run.again is None:
+        return TierEvent(run.worker_id, tier, event)
+    salts = UNSET if run.salts is None else run.salts
+    learned = LearnedBlocks(salts, UNSET if run.again is None else run.again)
+    return TierEvent(run.worker_id, tier, event, learned)
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -133,8 +154,10 @@ class BadEvent(ValueError):
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_entry = msgspec.json.Decoder(ReadEntry).decode
 _decode_watermarks = msgspec.json.Decoder(dict[str, int]).decode
+_decode_learned = msgspec.json.Decoder(dict[str, LearnedRank]).decode
 _decode_tier_event = msgspec.json.Decoder(ReadTierEvent).decode
 
+T = TypeVar("T")
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -160,27 +183,35 @@ def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str
         elif not colon:
             problems.append(f"entry `{key}` left out: its key has no tenant")
             continue
-        watermarks = _watermarks(entry.watermarks)
+        learned = _by_rank(entry.learned, _decode_learned)
+        watermarks = {
+            rank: Watermark(seq, max(seq, learned[rank].until or 0), learned[rank].unknown)
+            for rank, seq in _by_rank(entry.watermarks, _decode_watermarks).items()
+            if 0 <= seq < U64_MAX and rank in learned
+        }
         partitions.append(
-            DumpedPartition(model_name, tenant_id, entry.block_size, entry.events, watermarks)
+            DumpedPartition(
+                model_name, tenant_id, entry.block_size, entry.events, watermarks, learned
+            )
         )
     return partitions, problems
 
 
-def _watermarks(raw: Raw | UnsetType) -> dict[RankKey, int]:
-    """Return each rank's last applied batch number from a dump. Invalid numbers are left out."""
+def _by_rank(raw: Raw | UnsetType, decode: Callable[[Raw], dict[str, T]]) -> dict[RankKey, T]:
+    """Return what an entry has by WORKER:RANK; nothing if it cannot be read. Invalid keys are left
+    out."""
     if raw is UNSET:
         return {}
     try:
-        by_name = _decode_watermarks(raw)
+        by_name = decode(raw)
     except _UNREADABLE:
         return {}
-    watermarks: dict[RankKey, int] = {}
-    for name, seq in by_name.items():
+    found: dict[RankKey, T] = {}
+    for name, value in by_name.items():
         worker_id, _, dp_rank = name.partition(":")
-        if worker_id.isdecimal() and dp_rank.isdecimal() and 0 <= seq < U64_MAX:
-            watermarks[int(worker_id), int(dp_rank)] = seq
-    return watermarks
+        if worker_id.isdecimal() and dp_rank.isdecimal():
+            found[int(worker_id), int(dp_rank)] = value
+    return found
 
 
 def decode_event(raw: Raw) -> DumpEvent:
@@ -209,7 +240,9 @@ def _event(read: ReadTierEvent) -> DumpEvent:
             _hashes([parent_hash])
         names = _hashes([block.block_hash for block in blocks])
         local = struct.pack(f"<{len(blocks)}Q", *_hashes([block.tokens_hash for block in blocks]))
-        return StoredBlocks(worker_id, dp_rank, tier, parent_hash, names, local)
+        for again in read.learned.again or ():
+            _hashes(again)
+        return StoredBlocks(worker_id, dp_rank, tier, parent_hash, names, local, read.learned)
     if data.removed is not UNSET:
         return RemovedBlocks(worker_id, dp_rank, tier, _hashes(data.removed.block_hashes))
     if data.cleared is not UNSET:
@@ -217,6 +250,6 @@ def _event(read: ReadTierEvent) -> DumpEvent:
     raise BadEvent("data of no known kind")
 
 
-def _hashes(hashes: list[int]) -> "array[int]":
+def _hashes(hashes: Sequence[int]) -> "array[int]":
     """Pack hashes as unsigned 64-bit integers. Raises OverflowError if a hash is out of range."""
     return array("Q", hashes)

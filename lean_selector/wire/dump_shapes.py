@@ -3,26 +3,27 @@
 Reading and writing have separate types, because the reader accepts more than we ever write."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from lean_selector.core.index.shapes import StoredRun, Tier
+from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier, Watermark
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """One partition to write to GET /dump. `watermarks`: each rank's last batch number when
-    the dump begins. `runs` is read during the dump, so it may also have blocks of later batches."""
+    """One partition to write to GET /dump. `runs` is read during the dump, and updates `watermarks`
+    (see `KvIndex.dump`). `learned` returns what a rank's events have shown."""
 
     model_name: str
     tenant_id: str
     block_size: int
     runs: Iterator[list[StoredRun]]
-    watermarks: dict[RankKey, int]
+    watermarks: dict[RankKey, Watermark]
+    learned: Callable[[RankKey], LearnedFacts | None] = lambda _: None
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
@@ -55,12 +56,21 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     dp_rank: int
 
 
+class LearnedBlocks(msgspec.Struct, frozen=True, gc=False):
+    """What else the engine's events have shown of an event's blocks (see `StoredRun`). The
+    reference ignores it."""
+
+    salts: Sequence[str | None] | UnsetType = UNSET
+    again: Sequence[Sequence[int]] | UnsetType = UNSET
+
+
 class TierEvent(msgspec.Struct, frozen=True, gc=False):
     """An event in GET /dump, together with its worker and the tier of its blocks."""
 
     worker_id: int
     storage_tier: str
     event: Event
+    learned: LearnedBlocks | UnsetType = UNSET
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
@@ -72,12 +82,25 @@ class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
     event: Event
 
 
+class LearnedRank(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a rank's events have shown of its engine (see `LearnedFacts`), and the rest of its
+    `Watermark`. A rank without it comes from a dump that also lacks what its blocks need."""
+
+    until: int | None = None  # None: the watermark itself
+    unknown: NonNegative = 0
+    groups: dict[int, bool] = {}
+    reports_hits: bool = False
+    announced: list[list[int]] = []
+
+
 class Names(msgspec.Struct, frozen=True):
-    """Fields that we write for each partition of a dump, and the reference does not."""
+    """Fields that we write for each partition of a dump, and the reference does not. By WORKER:RANK
+    are `watermarks`, only of ranks whose dump has all of their blocks, and `learned`."""
 
     model_name: str
     tenant_id: str
     watermarks: dict[str, int]
+    learned: dict[str, LearnedRank]
 
 
 class DumpedPartition(msgspec.Struct, frozen=True):
@@ -87,11 +110,13 @@ class DumpedPartition(msgspec.Struct, frozen=True):
     tenant_id: str
     block_size: int
     events: list[Raw]
-    watermarks: dict[RankKey, int]
+    watermarks: dict[RankKey, Watermark]  # of ranks in `learned`
+    learned: dict[RankKey, LearnedRank]
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive cached blocks. `local_hashes`: an 8-byte hash of each block's own tokens."""
+    """Consecutive cached blocks. `local_hashes`: an 8-byte hash of each block's own tokens. The
+    lists of `learned` have one element per block, or are missing."""
 
     worker_id: int
     dp_rank: int
@@ -99,6 +124,7 @@ class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
     parent_hash: int | None
     block_hashes: "array[int]"
     local_hashes: bytes
+    learned: LearnedBlocks
 
 
 class RemovedBlocks(msgspec.Struct, frozen=True, gc=False):
@@ -124,6 +150,7 @@ class ReadEntry(msgspec.Struct):
     model_name: str | None = None
     tenant_id: str | None = None
     watermarks: Raw | UnsetType = UNSET
+    learned: Raw | UnsetType = UNSET
 
 
 class ReadBlock(msgspec.Struct, gc=False):
@@ -155,3 +182,4 @@ class ReadTierEvent(msgspec.Struct, gc=False):
     worker_id: NonNegative
     event: ReadEvent
     storage_tier: str | None = None
+    learned: LearnedBlocks = LearnedBlocks()

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import Watermark
 from lean_selector.events import kv_listener as kv_replay
 from lean_selector.events import link
 from lean_selector.events.ingest_turns import IngestTurns
@@ -176,11 +177,11 @@ async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
             status = service.listener.status()
             assert status.messages == 1
             assert 1 <= status.lag_batches <= 3  # the others, as soon as they have arrived
-            assert service.listener.watermark is None
+            assert service.listener.mark is None
             seen.add(service.index.total_blocks)
             await turns.step_until(lambda: service.index.total_blocks not in seen)
         assert len(seen) > 10
-        await turns.step_until(lambda: service.listener.watermark == 2)
+        await turns.step_until(lambda: service.listener.mark == Watermark(2, 2))
         assert service.blocks == engine.blocks
         assert service.listener.status().lag_batches == 0
 
@@ -210,7 +211,7 @@ async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_agai
         await engine.store_at_once(3, *LARGE[2000:])
         await engine.remove(4)
         await turns.step_until(lambda: service.state == "live" and service.blocks == engine.blocks)
-        assert service.listener.watermark == engine.seq - 1
+        assert service.listener.mark == Watermark(engine.seq - 1, engine.seq - 1)
         assert service.listener.status().lag_batches == 0
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from lean_selector.core.hashing import local_hashes
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import Tier
+from lean_selector.core.index.shapes import Tier, Watermark
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
@@ -76,8 +77,13 @@ def removed(*hashes: int, **where: Any) -> object:
     return event({"removed": {"block_hashes": list(hashes)}}, **where)
 
 
-def dump_of(*events: object, block_size: int = SIZE, **more: object) -> dict[str, object]:
+def dump_of(*events: object, block_size: int = SIZE, **more: Any) -> dict[str, object]:
+    more.setdefault("learned", {rank: {} for rank in more.get("watermarks", ())})
     return {"m:t": {"block_size": block_size, "events": list(events), **more}}
+
+
+def at(seq: int, unknown: int = 0) -> Watermark:
+    return Watermark(seq, seq, unknown)
 
 
 def prompt(*hashes: int) -> bytes:
@@ -387,7 +393,7 @@ async def test_a_rank_whose_engine_spoke_is_left_alone() -> None:
             )
             assert (of.blocks(1), of.blocks(2)) == (1, 2)
             assert recovery.skipped_ranks == 1
-            assert of.partition.watermarks == {(2, 0): 3}
+            assert of.partition.watermarks == {(2, 0): at(3)}
 
 
 @on_loop
@@ -418,14 +424,14 @@ async def test_a_recovered_rank_asks_only_for_what_came_after_its_watermark(
     async with Engine(SERVED) as engine:
         await engine.store(*range(3 + missed))  # nobody listens yet
         await recovered(of, stored(0), stored(1), stored(2), watermarks={"1:0": 2})
-        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): at(2)}
         of.follow(engine)
         assert not of.partition.watermarks
-        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): at(2)}
         await engine.subscribed()
         await until(lambda: engine.requests, "it asks for what it missed, if anything")
         last = 2 + missed
-        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): last}, "all")
+        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): at(last)}, "all")
         await engine.store(last + 1)
         await until(lambda: of.blocks() == last + 2, "and what follows")
         assert engine.asked == [2]
@@ -499,7 +505,7 @@ async def test_a_source_with_lost_batches_gives_no_watermark(of: Service) -> Non
         await engine.store(3)
         await until(lambda: of.blocks() == 1, "the fourth batch is heard")
         # What came before it is unknown, but nothing of what came since is missing.
-        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 3}
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): at(3, 3)}
         await engine.store(4, lost=True)
         await engine.store(5)
         await until(lambda: of.blocks() == 2, "the sixth batch is heard")
@@ -512,7 +518,122 @@ async def test_a_worker_that_goes_takes_its_watermarks_along(of: Service) -> Non
     of.register(1)
     of.register(3)
     of.catalog.remove(1)
-    assert of.subscriptions.watermarks(of.partition) == {(2, 0): 4}
+    assert of.subscriptions.watermarks(of.partition) == {(2, 0): at(4)}
+
+
+# -- without a watermark --------------------------------------------------------------------------
+
+STALE = 9  # a block that the engine does not have
+
+
+def as_engine(*blocks: int) -> list[object]:
+    """The engine's blocks in a dump."""
+    events = []
+    for block in blocks:
+        local = int.from_bytes(local_hashes([block] * SIZE, SIZE), "little")
+        chain = {"parent_hash": None, "blocks": [{"block_hash": block, "tokens_hash": local}]}
+        events.append(event({"stored": chain}))
+    return events
+
+
+@pytest.mark.parametrize("learned", [{}, {"1:0": {}}])
+@pytest.mark.parametrize("engine_stores", [(), (0, 1, 1, 2)])
+@inside(service)
+async def test_the_engines_whole_replay_replaces_what_was_recovered(
+    of: Service, engine_stores: tuple[int, ...], learned: dict[str, object]
+) -> None:
+    """No block counts twice for it, and none stays that the engine does not have. A watermark alone
+    is not enough: a dump that says no more lacks what was learned of the blocks."""
+    async with Engine(SERVED) as engine:
+        marks = {} if learned else {"1:0": 3}
+        await engine.store(*engine_stores)
+        await recovered(of, *as_engine(0, 1, 2, STALE), watermarks=marks, learned=learned)
+        assert of.blocks() == 4
+        of.follow(engine)
+        await engine.subscribed()
+        state = "live" if engine_stores else "silent"
+        await until(lambda: of.subscriptions.statuses()[0].state == state, "all is replayed")
+        assert of.blocks() == len(engine.blocks)
+        for block in (*engine_stores, 5):
+            await (engine.store(block) if block == 5 else engine.remove(block))
+        await until(lambda: of.blocks() == len(engine.blocks) == 1, "what is removed is gone")
+        assert engine.asked == [0]
+
+
+@inside(service)
+async def test_a_batch_that_comes_before_the_replay_counts_in_the_replay(of: Service) -> None:
+    async with Engine(SERVED) as engine:
+        await engine.store(0, 0)
+        await recovered(of, *as_engine(0, STALE))
+        engine.may_answer.clear()
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.store(1)
+        await engine.remove(0)
+        await until(lambda: of.subscriptions.statuses()[0].messages == 2, "both came early")
+        engine.may_answer.set()
+        await until(lambda: of.subscriptions.statuses()[0].state == "live", "all is replayed")
+        assert of.blocks() == len(engine.blocks) == 2
+        await engine.remove(0)
+        await until(lambda: of.blocks() == 1, "the second copy is gone")
+
+
+@pytest.mark.parametrize("replays", [SERVED, ""])
+@inside(service)
+async def test_without_a_whole_replay_the_blocks_stay_until_removed_once(
+    of: Service, replays: str
+) -> None:
+    async with Engine(replays) as engine:
+        await engine.store(0, 1, 2)
+        engine.buffer.clear()
+        await recovered(of, *as_engine(0, 1, STALE), learned={})
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.store(1, 3)
+        await engine.remove(1)
+        state = "partial" if replays else "no_replay"
+        await until(lambda: of.subscriptions.statuses()[0].messages == 3, "all came")
+        await until(lambda: of.subscriptions.statuses()[0].state == state, "it is not exact")
+        assert of.blocks() == 3  # 3 came, and 1 went at once
+        assert of.subscriptions.watermarks(of.partition) == {}
+
+
+@inside(service)
+async def test_the_first_batch_of_an_engine_drops_what_was_recovered(of: Service) -> None:
+    async with Engine() as engine:
+        await recovered(of, *as_engine(0, 1, STALE))
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.store(1)
+        await until(lambda: of.blocks() == 1, "it has just begun")
+        assert of.subscriptions.statuses()[0].state == "live"
+
+
+@inside(service)
+async def test_an_engine_whose_second_batch_comes_first_may_hold_more(of: Service) -> None:
+    async with Engine() as engine:
+        engine.seq = 1
+        await recovered(of, *as_engine(0, 1, STALE))
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.remove(1)
+        await until(lambda: of.blocks() == 2, "it went")
+        source = of.subscriptions.statuses()[0]
+        assert source.state == "partial"
+        assert "copied from a peer" in (source.problem or "")
+
+
+@inside(service)
+async def test_what_was_unknown_to_the_peer_is_unknown_here(of: Service) -> None:
+    async with Engine(SERVED) as engine:
+        await engine.store(0, 1, 2)
+        learned = {"1:0": {"unknown": 2, "until": 2}}
+        await recovered(of, *as_engine(0), watermarks={"1:0": 1}, learned=learned)
+        of.follow(engine)
+        await engine.subscribed()
+        mark = Watermark(2, 2, 2)
+        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): mark}, "all")
+        assert of.subscriptions.statuses()[0].state == "partial"
 
 
 # -- the process ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import Tier
+from lean_selector.core.index.shapes import Tier, Watermark
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
@@ -21,7 +21,7 @@ from tests.support.gates import Turns
 LARGE = 5000  # blocks: not answered at once
 
 
-class Broken(dict[RankKey, int]):
+class Broken(dict[RankKey, Watermark]):
     """Watermarks that cannot be encoded."""
 
     def items(self) -> Any:
@@ -39,14 +39,17 @@ class Dumps:
             on_dropped=lambda partition, dropped: None,
         )
         self.loop = Turns()
-        self.watermarks: dict[RankKey, int] = {}
+        self.marks: dict[RankKey, Watermark] = {}
         self.is_broken = False
         # Three parts take a slice of the loop's turn, on whatever machine.
         clock = itertools.count(step=SLICE_S / 3).__next__
-        self.answers = DumpAnswers(self.catalog, self._watermarks, self.loop.call_soon, clock)
+        self.answers = DumpAnswers(self.catalog, self, self.loop.call_soon, clock)
 
-    def _watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        return Broken({(1, 0): 0}) if self.is_broken else dict(self.watermarks)
+    def watermarks(self, partition: Partition) -> dict[RankKey, Watermark]:
+        return Broken({(1, 0): Watermark(0, 0)}) if self.is_broken else dict(self.marks)
+
+    def watermark(self, partition: Partition, rank: RankKey) -> Watermark | None:
+        return self.marks.get(rank)
 
     def store(self, *hashes: int, model_name: str = "m", worker_id: int = 1) -> None:
         partition = self.catalog.recovered_partition((model_name, "t"), 4)
@@ -103,7 +106,7 @@ def test_a_partition_without_blocks_shows_only_if_it_has_had_a_worker(dumps: Dum
 
 def test_watermarks_are_part_of_it(dumps: Dumps) -> None:
     dumps.store(1)
-    dumps.watermarks[1, 0] = 7
+    dumps.marks[1, 0] = Watermark(7, 7)
     assert body_of(dumps.answers.answer())["m:t"]["watermarks"] == {"1:0": 7}
 
 
@@ -126,10 +129,10 @@ def test_events_may_come_in_between(dumps: Dumps) -> None:
 
 def test_a_watermark_is_no_newer_than_the_blocks(dumps: Dumps) -> None:
     dumps.fill()
-    dumps.watermarks[1, 0] = 7
+    dumps.marks[1, 0] = Watermark(7, 7)
     answer = dumps.ask()
     dumps.loop.turn()
-    dumps.watermarks[1, 0] = 8
+    dumps.marks[1, 0] = Watermark(8, 8)
     dumps.loop.run()
     assert body_of(answer)["m:t"]["watermarks"] == {"1:0": 7}
 

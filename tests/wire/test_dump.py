@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from lean_selector.core.index.shapes import StoredRun, Tier
+from lean_selector.core.index.shapes import StoredRun, Tier, Watermark
 from lean_selector.wire.dump import BadEvent, NotADump, decode_event, encode_dump, split_dump
 from lean_selector.wire.dump_shapes import (
     ClearedRank,
@@ -29,7 +29,7 @@ def text(*partitions: PartitionDump) -> bytes:
 
 
 def partition(
-    name: str, *runs: StoredRun, watermarks: dict[tuple[int, int], int] | None = None
+    name: str, *runs: StoredRun, watermarks: dict[tuple[int, int], Watermark] | None = None
 ) -> PartitionDump:
     model_name, _, tenant_id = name.partition("|")
     return PartitionDump(model_name, tenant_id or "default", 4, iter([[*runs]]), watermarks or {})
@@ -49,9 +49,11 @@ def test_what_holds_nothing_says_no_more_than_the_reference() -> None:
     assert text(partition("m"), partition("n|t")) == (
         b'{"m:default":{"block_size":4,"events":[]},"n:t":{"block_size":4,"events":[]}}'
     )
-    assert text(partition("m", watermarks={(7, 10): 3, (7, 2): 0})) == (
+    assert text(
+        partition("m", watermarks={(7, 10): Watermark(3, 5, 2), (7, 2): Watermark(0, 0)})
+    ) == (
         b'{"m:default":{"block_size":4,"events":[],"model_name":"m","tenant_id":"default",'
-        b'"watermarks":{"7:2":0,"7:10":3}}}'
+        b'"watermarks":{"7:2":0,"7:10":3},"learned":{"7:2":{},"7:10":{"until":5,"unknown":2}}}}'
     )
 
 
@@ -89,7 +91,7 @@ def test_what_is_read_of_a_recording_of_the_reference_is_written_again_as_it_was
     assert not problems
     written = json.loads(text(*(to_write(of) for of in read)))
     for entry in written.values():
-        for ours in ("model_name", "tenant_id", "watermarks"):
+        for ours in ("model_name", "tenant_id", "watermarks", "learned"):
             entry.pop(ours, None)
     for entry in recorded.values():
         ids = dict.fromkeys(("device", "host_pinned", "disk", "external"), 0)
@@ -154,6 +156,7 @@ def test_a_key_is_split_at_its_last_colon_and_names_inside_count_more() -> None:
     ("watermarks", "read"),
     [
         ({"1:0": 0, "2:7": U64 - 1}, {(1, 0): 0, (2, 7): U64 - 1}),
+        ({"1:0": 0, "3:1": 0}, {(1, 0): 0}),  # the last has nothing in `learned`
         ({"1:0": 5, "1": 5, "x:0": 5, "1:-1": 5, "2:0": -1, "3:0": U64}, {(1, 0): 5}),
         ({"1:0": "5"}, {}),
         ([1], {}),
@@ -163,10 +166,11 @@ def test_a_key_is_split_at_its_last_colon_and_names_inside_count_more() -> None:
 def test_watermarks_that_cannot_be_read_are_left_out(
     watermarks: object, read: dict[tuple[int, int], int]
 ) -> None:
-    body = {"m:t": {"block_size": 4, "events": [], "watermarks": watermarks}}
+    learned: dict[str, object] = {rank: {} for rank in ("1:0", "2:7", "2:0", "3:0", "x:0", "1:-1")}
+    body = {"m:t": {"block_size": 4, "events": [], "watermarks": watermarks, "learned": learned}}
     (of,), problems = split_dump(json.dumps(body).encode())
     assert not problems
-    assert of.watermarks == read
+    assert of.watermarks == {rank: Watermark(seq, seq) for rank, seq in read.items()}
 
 
 def event(data: object, **more: object) -> Raw:

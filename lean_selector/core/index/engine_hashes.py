@@ -29,7 +29,7 @@ class EngineHashes:
     (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,
     8 bytes per name, little-endian. A single name is an int."""
 
-    __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
+    __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "retold", "rows")
 
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
@@ -42,6 +42,7 @@ class EngineHashes:
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
         self.extra = 0  # number of further names and copies
+        self.retold = 0  # how often a number of copies has changed
         # Strands with a block that lost its first name and got a further name in its place.
         self.renamed: list[int] = []
 
@@ -106,6 +107,7 @@ class EngineHashes:
         """Count one more copy: the engine stored a block again under the same hash."""
         self.copies[name] = self.copies.get(name, 0) + 1
         self.extra += 1
+        self.retold += 1
 
     def take_copy(self, name: int) -> bool:
         """Decrease the count of repeated stores under this hash. Returns False if it was 0."""
@@ -113,6 +115,7 @@ class EngineHashes:
         if copies is None:
             return False
         self.extra -= 1
+        self.retold += 1
         if copies == 1:
             del self.copies[name]
         else:
@@ -120,7 +123,17 @@ class EngineHashes:
         return True
 
     def _forget_copies(self, name: int) -> None:
-        self.extra -= self.copies.pop(name, 0)
+        copies = self.copies.pop(name, 0)
+        self.extra -= copies
+        self.retold += copies
+
+    def stored_again(self, place: int, name: int) -> tuple[int, ...]:
+        """Return the hashes under which the block at `place`, whose first hash is `name`, was
+        stored after the first time."""
+        again = [name] * self.copies.get(name, 0)
+        for alias in self.alias_at.get(place, ()):
+            again += [alias] * (1 + self.copies.get(alias, 0))
+        return tuple(again)
 
     def forget_extra(self, count: int) -> None:
         """Forget repeated stores, then blocks' further hashes: at least `count` records, or all."""

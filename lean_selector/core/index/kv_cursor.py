@@ -48,7 +48,7 @@ from xxhash import xxh3_64_intdigest
 
 # Engines count from 0, some from 1. So a missing batch 0 does not count, if there is no replay
 # endpoint or the replay does not contain it. At worst the blocks of one batch are unknown.
-_LATE_FIRST_SEQ = 1
+LATE_FIRST_SEQ = 1
 UNSET_SEQ = 2**64 - 1  # stands for "no batch yet", even if a batch has this number
 
 # Limits of the live batches that are kept during a replay. Above a limit the oldest are dropped,
@@ -144,6 +144,7 @@ class KvCursor:
         self._top: tuple[int, int] | None = None
         self._holds_top = False
         self._newest = -1  # up to this, a live number comes from a new publisher
+        self.copied_to = -1  # see is_copied
         self._has_answered = False  # a replay by this publisher has reached its end
         self._asks_again = False  # a new connection was made during a replay
         self._has_failed = False  # the last replay did not reach its end
@@ -210,15 +211,29 @@ class KvCursor:
         """Whether no replay is due or running."""
         return self._gap is None and self._replay is None
 
-    def resume_at(self, watermark: int) -> None:
-        """Start with an index that contains all batches up to number `watermark`, as recovered from
-        a peer. Call this before the socket connects.
+    def resume_at(self, watermark: int, until: int = -1, unknown: int = 0) -> None:
+        """Start with an index that contains the batches up to number `watermark` except the first
+        `unknown` ones, and perhaps those up to `until`, as recovered from a peer. Call this before
+        the socket connects.
 
         A live batch with a number up to `watermark` means that the engine was restarted."""
         assert self.last_live is None
         assert self._next == 0
         self._next = watermark + 1
         self._newest = watermark
+        self.copied_to = until
+        self.unknown = unknown
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the blocks that a peer's dump showed may include the batch to apply now."""
+        return self._next <= self.copied_to + 1
+
+    def supersede(self) -> None:
+        """Record that all blocks were dropped, because the replay that answers has all batches. The
+        batches that were applied early are no longer in the index."""
+        assert self._gap is not None
+        self._gap.early_from = UNSET_SEQ
 
     def connected(self) -> None:
         """Record a new connection to the publisher. No batch of the connection may have come yet.
@@ -305,7 +320,7 @@ class KvCursor:
         else:  # batches missed after the first known one are lost
             before = gone if top < 0 else min(gone, gap.before)
             self.lost += max(gone - before, is_in_doubt)
-            self.unknown = before if seq != _LATE_FIRST_SEQ else 0
+            self.unknown = before if seq != LATE_FIRST_SEQ else 0
         early_from = replay.early_end if gap.early_from is None else gap.early_from
         self.is_again = early_from <= seq < replay.early_end
         self._applied(seq, digest)
@@ -416,7 +431,7 @@ class KvCursor:
                 self._gap.early_from = seq
             self._applied(seq, xxh3_64_intdigest(payload))
             return
-        if size and (self._next or seq != _LATE_FIRST_SEQ):
+        if size and (self._next or seq != LATE_FIRST_SEQ):
             self.gaps += 1
             if self._next:
                 self.lost += size
@@ -482,7 +497,7 @@ class KvCursor:
         """Forget all batches of this source. Only the totals and `lost` remain."""
         self.last_live = None
         self.unknown = 0
-        self._newest = -1
+        self._newest = self.copied_to = -1
         self._has_answered = self._asks_again = False
         self._next = 0
         self._digest = None

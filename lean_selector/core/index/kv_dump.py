@@ -7,26 +7,50 @@ from collections.abc import Iterator
 from itertools import chain
 from struct import unpack
 
+from msgspec.structs import replace
+
 from lean_selector.core.index.device_tier import DeviceRank
 from lean_selector.core.index.lower_tiers import Holdings
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
-from lean_selector.core.index.shapes import StoredRun, Tier
+from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier
 
 _SLICE_BLOCKS = 512  # blocks; some 0.1 ms on the device, 0.5 ms on a lower tier
 
 
-def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
-    """Yield a rank's blocks in lists of limited size; the last list may be empty. Device memory
-    comes first. Each tier begins with its oldest blocks. The index may change between two lists."""
-    runs: list[StoredRun] = []
-    blocks = 0
-    for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
-        runs.append(run)
-        blocks += len(run.block_hashes)
-        if blocks >= _SLICE_BLOCKS:
-            yield runs
-            runs, blocks = [], 0
-    yield runs
+class RankDump:
+    """One dump of a rank's blocks. `is_whole` tells whether it has all that was learned of them."""
+
+    def __init__(self, trie: RunTrie, rank: Holdings, facts: LearnedFacts | None) -> None:
+        self._rank = rank
+        self._walk = _DeviceWalk(trie, rank.device)
+        self._salts = {} if facts is None else facts.salts
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no block was left out, and no engine hash stands for several blocks. Ask after
+        the last slice."""
+        listed = self._rank.device.names.listed
+        return not self._walk.has_omitted and max(map(len, listed.values()), default=1) == 1
+
+    def slices(self) -> Iterator[list[StoredRun]]:
+        """Yield the blocks in lists of limited size; the last list may be empty. Device memory
+        comes first. Each tier begins with its oldest blocks. The index may change between lists."""
+        runs: list[StoredRun] = []
+        blocks = 0
+        for run in chain(self._walk.runs(), _lower_blocks(self._rank)):
+            salts = self._salts.get(run.tier) if self._salts else None
+            runs.append(run if salts is None else _salted(run, salts))
+            blocks += len(run.block_hashes)
+            if blocks >= _SLICE_BLOCKS:
+                yield runs
+                runs, blocks = [], 0
+        yield runs
+
+
+def _salted(run: StoredRun, salts: dict[int, str]) -> StoredRun:
+    """Return the run with the salt of each block, if one has a salt."""
+    of_blocks = tuple([salts.get(name) for name in run.block_hashes])
+    return replace(run, salts=of_blocks) if any(of_blocks) else run
 
 
 def leading_names(
@@ -52,7 +76,9 @@ def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
                 return  # all of them are gone
             parent_hash = int.from_bytes(parent, "little") if parent else None
             block_hash, tokens_hash = unpack("<QQ", name + local)
-            yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,))
+            copies = held.copies.get(name, 0) if held.copies else 0
+            again = ((block_hash,) * copies,) if copies else None
+            yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,), None, again)
 
 
 class _DeviceWalk:
@@ -63,6 +89,7 @@ class _DeviceWalk:
         self._rank = rank
         self._told: set[Run] = set()  # yielded, and held completely: runs below are reachable
         self._cut_off: set[Run] = set()  # unreachable runs
+        self.has_omitted = False  # whether blocks of the rank were left out as unreachable
 
     def runs(self) -> Iterator[StoredRun]:
         """Yield the runs that the rank can match (no earlier block is missing), oldest first, but
@@ -85,6 +112,7 @@ class _DeviceWalk:
         while above is not None and above.parent is not None and above not in told:
             if above in cut_off or not (above is run or self._holds_whole(above)):
                 cut_off.update(path)  # but not `run` itself: its start may be reachable
+                self.has_omitted |= run.held_by(self._rank.bit) > 0
                 return
             path.append(above)
             above = above.parent
@@ -92,21 +120,33 @@ class _DeviceWalk:
             # The run changed after it was yielded.
             told.remove(above)
             cut_off.update(path)
+            self.has_omitted = True
             return
         for step in reversed(path):
             held = step.held_by(self._rank.bit)
             leading = ((held + 1) & ~held).bit_length() - 1
+            self.has_omitted |= held >> leading > 0
             if leading << 3 == len(step.label):
                 told.add(step)
             if leading:
                 packed = names.rows[step.strand][step.start << 3 : step.start + leading << 3]
+                hashes: tuple[int, ...] = unpack(f"<{leading}Q", packed)
                 yield StoredRun(
                     *self._rank.key,
                     Tier.DEVICE,
                     self._parent_hash(step),
-                    unpack(f"<{leading}Q", packed),
+                    hashes,
                     unpack(f"<{leading}Q", step.label[: leading << 3]),
+                    None,
+                    self._stored_again(step, hashes) if names.extra else None,
                 )
+
+    def _stored_again(
+        self, run: Run, hashes: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], ...] | None:
+        names, place = self._rank.names, run.strand << POSITION_BITS | run.start
+        again = tuple([names.stored_again(place + at, name) for at, name in enumerate(hashes)])
+        return again if any(again) else None
 
     def _holds_whole(self, run: Run) -> bool:
         return bool(run.whole >> self._rank.bit & 1) and run.strand in self._rank.names.rows

@@ -21,11 +21,19 @@ from lean_selector.core.hashing import IS_COMPILED, u64s
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDicts
-from lean_selector.core.index.kv_dump import leading_names, slices_of
+from lean_selector.core.index.kv_dump import RankDump, leading_names
 from lean_selector.core.index.lower_tiers import ROOT, Holdings, LowerMatches, LowerTier
 from lean_selector.core.index.runs import Run
-from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier, UpperRun
-from lean_selector.core.index.sweeping import Sweeps
+from lean_selector.core.index.shapes import (
+    LearnedFacts,
+    Matched,
+    StoredRun,
+    StoreResult,
+    Tier,
+    UpperRun,
+    Watermark,
+)
+from lean_selector.core.index.sweeping import Sweeps, emptied
 from lean_selector.core.rank_bits import RankBits, RankKey
 
 # Default limit for a rank of unknown size: 2^21 blocks of 16 tokens are 33 million tokens, ten
@@ -117,6 +125,7 @@ class KvIndex:
         # bits of a worker's ranks in `_ranks`, by worker id
         self._dp_ranks: dict[int, set[int]] = {}
         self._ranks: dict[RankKey, Holdings] = {}  # only ranks with a block
+        self._learned: dict[RankKey, LearnedFacts] = {}  # until the rank is cleared
         self._sweeps = Sweeps()
         # How many device blocks may be dropped until the next review of holes.
         self._until_review = holes.REVIEW_AFTER
@@ -199,6 +208,16 @@ class KvIndex:
         """Return a rank's engine hashes of a prompt's first `blocks` blocks. The rank must hold all
         of these blocks on its device."""
         return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
+
+    # What is known of a rank beside its blocks
+
+    def learned(self, key: RankKey) -> LearnedFacts | None:
+        """Return what a rank's events have shown since the rank was last cleared."""
+        return self._learned.get(key)
+
+    def learn(self, key: RankKey) -> LearnedFacts:
+        """Like `learned`, but begin with nothing if there is nothing yet."""
+        return self._learned.setdefault(key, LearnedFacts())
 
     # Events
 
@@ -338,12 +357,15 @@ class KvIndex:
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
-        """Drop all blocks of these ranks of the worker, and return how many. No match finds the
-        blocks from now on; later calls of `sweep` free the memory."""
+        """Drop all blocks of these ranks of the worker, and what was learned of the ranks. Returns
+        how many blocks. No match finds them from now on; later calls of `sweep` free the memory."""
         dropped = 0
         sweeps: list[Iterator[None]] = []
         for dp_rank in dp_ranks:
             key = (worker_id, dp_rank)
+            facts = self._learned.pop(key, None)
+            if facts is not None:
+                sweeps += [emptied(salts) for salts in facts.salts.values()]
             rank = self._ranks.get(key)
             if rank is not None:
                 dropped += rank.blocks()
@@ -359,9 +381,10 @@ class KvIndex:
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
-        """Drop the limits of a worker, and the blocks of all its ranks."""
+        """Drop the limits of a worker, the blocks of all its ranks, and what was learned of it."""
         self.bounds.forget(worker_id)
-        return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
+        ranks = {dp_rank for worker, dp_rank in self._learned if worker == worker_id}
+        return self.clear(worker_id, *ranks.union(self._dp_ranks.get(worker_id, ())))
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
@@ -424,7 +447,12 @@ class KvIndex:
 
     # Dump
 
-    def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
+    def dump(
+        self,
+        worker_id: int | None = None,
+        watermarks: dict[RankKey, Watermark] | None = None,
+        watermark: Callable[[RankKey], Watermark | None] = lambda _: None,
+    ) -> Iterator[list[StoredRun]]:
         """Yield stored events from which the index can be rebuilt, in short lists.
 
         Ranks are sorted, and have at least one list each. A rank's oldest blocks come first, but
@@ -433,12 +461,24 @@ class KvIndex:
 
         The index may change between two lists, so the lists show the index at different moments. To
         copy a rank, apply each list, then all KV events that the rank published since the moment
-        that the list shows."""
+        that the list shows. `watermarks` is updated when a rank's last list was taken: with the
+        watermarks that `watermark` returned before and after, or with none if the lists and the
+        events since do not show all of the rank's blocks and copies."""
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):
                 continue
-            yield from slices_of(self._device.trie, rank)
+            ranks_dump = RankDump(self._device.trie, rank, self._learned.get(key))
+            before, retold = watermark(key), rank.retold()
+            yield from ranks_dump.slices()
+            if watermarks is None:
+                continue
+            after = watermark(key)
+            is_alike = before == after or (rank is self._ranks.get(key) and retold == rank.retold())
+            if before is None or after is None or not (is_alike and ranks_dump.is_whole):
+                watermarks.pop(key, None)
+            else:
+                watermarks[key] = Watermark(before.seq, after.until, after.unknown)
 
     # Changing
 

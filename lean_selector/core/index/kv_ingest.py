@@ -28,7 +28,6 @@ from lean_selector.core.index.shapes import (
     StoreResult,
     Tier,
 )
-from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.rank_bits import RankKey
 
 # The kinds of attention over the whole prompt, on which prefix matching relies. Other kinds
@@ -111,7 +110,7 @@ class KvIngest:
         # blocks whose hash covers the next token while those of prompts do not, or vice versa.
         self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
-        self._ranks: dict[int, LearnedFacts] = {}  # ranks that sent events, at most MAX_RANKS
+        self._ranks: set[int] = set()  # ranks that sent events, at most MAX_RANKS
 
     @property
     def block_size(self) -> int:
@@ -137,18 +136,18 @@ class KvIngest:
         """Apply a batch. Returns True if the batch cleared a rank, and the source's events so far
         were all for this rank. With `is_again`, the batch may have been applied before. Then a
         block that the rank already holds does not need one more `removed` event."""
-        self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
             counts.skip(skipped.event_type, skipped.reason, skipped.count)
         dp_rank = self.dp_rank if batch.dp_rank is None else batch.dp_rank
-        rank = self._ranks.get(dp_rank)
-        if rank is None:
+        if dp_rank not in self._ranks:
             if len(self._ranks) >= MAX_RANKS:
                 counts.skip("unknown", "too_many_ranks", len(batch.events))
                 return False
-            rank = self._ranks[dp_rank] = LearnedFacts({}, {})
+            self._ranks.add(dp_rank)
+        rank = self._index.learn((self.worker_id, dp_rank))
         rank.announced_end = None
+        self._is_again = is_again or rank.is_tentative
         cleared = False
         for event in batch.events:
             if type(event) is PackedStored:
@@ -162,7 +161,10 @@ class KvIngest:
             else:
                 assert type(event) is AllBlocksCleared
                 self._clear({dp_rank})
-                self._forget_salts(rank)
+                groups, reports_hits = rank.is_prefix_group, rank.reports_hits
+                rank = self._index.learn((self.worker_id, dp_rank))
+                rank.is_prefix_group, rank.reports_hits = groups, reports_hits
+                self._is_again = is_again
                 counts.cleared += 1
                 cleared = True
         return cleared and len(self._ranks) == 1
@@ -173,7 +175,14 @@ class KvIngest:
         self._clear(self.dp_ranks)
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = self.counts.stored
-        self.close()
+        self._ranks.clear()
+
+    @property
+    def is_tentative(self) -> bool:
+        """Whether blocks of the registered rank were copied from a peer that could not say from
+        which batch on to continue, and no events have replaced them yet."""
+        facts = self._index.learned((self.worker_id, self.dp_rank))
+        return facts is not None and facts.is_tentative
 
     @property
     def dp_ranks(self) -> set[int]:
@@ -185,17 +194,6 @@ class KvIngest:
         if self._on_emptied is not None:
             for dp_rank in dp_ranks:
                 self._on_emptied(self.worker_id, dp_rank)
-
-    def close(self) -> None:
-        """Forget the cache salts and KV cache groups seen in events. The index keeps the blocks."""
-        for rank in self._ranks.values():
-            self._forget_salts(rank)
-        self._ranks.clear()
-
-    def _forget_salts(self, rank: LearnedFacts) -> None:
-        for salts in rank.salts.values():
-            self._index.do_in_steps(emptied(salts))  # in steps, because there may be a million
-        rank.salts = {}
 
     def _store(self, dp_rank: int, rank: LearnedFacts, event: BlockStored) -> None:
         tier = event.tier
@@ -237,7 +235,7 @@ class KvIngest:
         self.stored_unlike_prompts += is_eagle is not self.is_eagle
         self._count_stored(event.part, blocks)
         if salt is not None:
-            _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
+            remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
         if event.unknown_keys is not None:
             for kind, keys in event.unknown_keys.items():
                 counts.skip("block", f"extra_key_{kind}", keys)
@@ -278,7 +276,7 @@ class KvIngest:
         self._count_stored(event.part, blocks)
         if salt is not None:
             hashes = u64s(blocks).unpack(event.names)
-            _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
+            remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
 
     def _is_wanted(
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
@@ -429,7 +427,8 @@ def _salt_of(rank: LearnedFacts, tier: Tier, parent_hash: int) -> str | None:
     return next((salt for salt in found if salt is not None), None)
 
 
-def _remember_salt(salts: OrderedDict[int, str], hashes: Sequence[int], salt: str) -> None:
+def remember_salt(salts: OrderedDict[int, str], hashes: Sequence[int], salt: str) -> None:
+    """Record the salt of blocks on one tier of a rank. Forgets the oldest above a limit."""
     for block_hash in hashes:
         salts[block_hash] = salt
     for _ in range(len(salts) - MAX_SALTED_BLOCKS):

@@ -234,7 +234,7 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 class LowerTier:
     """One rank's blocks on one tier below the device. Each hash has 8 bytes."""
 
-    __slots__ = ("_bit", "_copies", "_edge", "_edges")
+    __slots__ = ("_bit", "_edge", "_edges", "copies", "retold")
 
     def __init__(self, edges: Edges, bit: int) -> None:
         """`edges` has all ranks' blocks on this tier; `bit` is the bit number of this rank."""
@@ -242,7 +242,8 @@ class LowerTier:
         self._bit = bit
         # child -> parent + local hash, oldest first: a full tier evicts its oldest blocks.
         self._edge: OrderedDict[bytes, bytes] = OrderedDict()
-        self._copies: dict[bytes, int] = {}  # child -> copies beyond the first
+        self.copies: dict[bytes, int] = {}  # child -> copies beyond the first
+        self.retold = 0  # how often a number of copies has changed
         edges.admit(bit, self._edge)
 
     def __len__(self) -> int:
@@ -260,7 +261,8 @@ class LowerTier:
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
             if counted and mine.get(name) == parent + local[at : at + 8]:
-                self._copies[name] = self._copies.get(name, 0) + 1
+                self.copies[name] = self.copies.get(name, 0) + 1
+                self.retold += 1
             elif not edges.store(bit, parent + local[at : at + 8], name, mine):
                 return
             parent = name
@@ -268,9 +270,10 @@ class LowerTier:
     def remove(self, name: bytes) -> bool:
         """Drop a block and return True; False if it needs further removals, or is not on this tier.
         Blocks after this block stay, but cannot match until the block returns."""
-        if self._copies and (copies := self._copies.pop(name, 0)):
+        if self.copies and (copies := self.copies.pop(name, 0)):
+            self.retold += 1
             if copies > 1:
-                self._copies[name] = copies - 1
+                self.copies[name] = copies - 1
             return False
         edge = self._edge.pop(name, None)
         if edge is None:
@@ -282,7 +285,7 @@ class LowerTier:
         """Drop the oldest `blocks` blocks. The tier must have at least `blocks` blocks."""
         for _ in range(blocks):
             name, edge = self._edge.popitem(last=False)
-            self._copies.pop(name, None)
+            self.copies.pop(name, None)
             self._edges.discard(self._bit, edge, name)
 
     def dismantled(self) -> Iterator[None]:
@@ -315,6 +318,10 @@ class Holdings:
     def blocks(self) -> int:
         """How many blocks the rank holds on all tiers, including blocks after a missing block."""
         return self.device.blocks + sum(map(len, self.lower))
+
+    def retold(self) -> int:
+        """Return a number that grows whenever a number of copies changes."""
+        return self.device.names.retold + sum([held.retold for held in self.lower])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,6 +25,20 @@ class StoredRun(msgspec.Struct, frozen=True, gc=False):
     parent_hash: int | None
     block_hashes: tuple[int, ...]
     tokens_hashes: tuple[int, ...]
+    salts: tuple[str | None, ...] | None = None  # cache salt per block; None: no block has one
+    # Per block: the hashes under which the engine stored the block again (its own for a copy, or a
+    # further one), one for each `removed` event that must come before the last; None: no block.
+    again: tuple[tuple[int, ...], ...] | None = None
+
+
+class Watermark(msgspec.Struct, frozen=True, gc=False):
+    """Which batches of its source are in a rank's dumped blocks: all up to number `seq`, and
+    perhaps those up to `until`, which came during the dump. Of the batches before, the first
+    `unknown` ones are missing."""
+
+    seq: int
+    until: int
+    unknown: int = 0
 
 
 class StoreResult(IntEnum):
@@ -57,9 +71,13 @@ class Edge(msgspec.Struct, gc=False):
 class LearnedFacts(msgspec.Struct):
     """What a rank's KV events have shown about the rank's engine and blocks."""
 
-    is_prefix_group: dict[int, bool]  # group_idx -> whether its blocks count
+    # group_idx -> whether its blocks count
+    is_prefix_group: dict[int, bool] = msgspec.field(default_factory=dict)
     # block hash -> salt, oldest first, for salted blocks that are held
-    salts: dict[Tier, OrderedDict[int, str]]
+    salts: dict[Tier, OrderedDict[int, str]] = msgspec.field(default_factory=dict)
+    # Whether blocks were copied from a peer that could not say from which batch on to continue. The
+    # engine's own replay replaces them; until then, no block needs a second `removed` event.
+    is_tentative: bool = False
     # Whether the engine announces blocks that a request finds cached (`kv_cache_report_mode: full`)
     reports_hits: bool = False
     # In this batch: the last block of an announced prefix, all of whose blocks were held already.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
+from lean_selector.core.index.shapes import Watermark
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankCounts, RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits, Reservation
@@ -70,8 +71,8 @@ class Partition:
         # The predicted blocks, if they are separate from those known from events.
         self.predicted = None if routed is None or routed.index is index else routed.index
         self.established = False  # until a worker can be scheduled
-        # From a recovered index: last batch of each source that was not subscribed to since.
-        self.watermarks: dict[RankKey, int] = {}
+        # From a recovered index: the batches of each source that was not subscribed to since.
+        self.watermarks: dict[RankKey, Watermark] = {}
         self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
         self.slots = Slots(self.order.changed, index.bits)
         self.sessions = sessions
@@ -300,8 +301,8 @@ class Partition:
         self._drop_watermarks(worker_id)
         return self.index.drop_worker(worker_id)
 
-    def take_watermark(self, rank: RankKey) -> int | None:
-        """Return the last batch in a peer's dump of this rank, once: its source goes on there."""
+    def take_watermark(self, rank: RankKey) -> Watermark | None:
+        """Return which batches a peer's dump of this rank has, once: its source goes on there."""
         return self.watermarks.pop(rank, None)
 
     def _drop_watermarks(self, worker_id: int) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import combinations, islice
 
-from lean_selector.core.index.shapes import Tier
+from lean_selector.core.index.shapes import Tier, Watermark
 from tests.support.driven_selector import DrivenSelector, pack
 
 WORKERS = range(1, 13)
@@ -48,8 +48,8 @@ def test_what_was_recovered_is_dropped_unless_its_worker_is_here() -> None:
     partition = driven.partition
     for worker_id in (1, 2):
         partition.index.store(worker_id, 0, Tier.DEVICE, None, [1, 2], pack([1, 2]))
-        partition.watermarks[worker_id, 0] = 7
+        partition.watermarks[worker_id, 0] = Watermark(7, 7)
     assert partition.unclaimed() == [2]
     assert [partition.forget_unclaimed(worker_id) for worker_id in (1, 2)] == [0, 2]
     assert partition.index.ranks() == [(1, 0)]
-    assert partition.watermarks == {(1, 0): 7}
+    assert partition.watermarks == {(1, 0): Watermark(7, 7)}
