@@ -1,22 +1,374 @@
-"""Adds fields to a forwarded request, and removes their effects from the engine's answer.
+"""Reads an engine's answer while it is relayed: what is known of it, and what the client gets.
 
-Token ids in an answer are read while the answer is relayed. Streams and whole answers are both
-handled piece by piece. A list of ids is found by its field's name (`"token_ids"`). No JSON string
-can contain this name, because quotes inside strings are escaped. An unfinished list or name is
-buffered. To remove the usage from a stream, an incomplete event is buffered too."""
+`AnswerReader` gets the bytes of the answer's body, cut anywhere, without the framing of HTTP. It
+does no I/O. It tells whether the first token has arrived, whether the answer is complete, whether
+a stream begins with an error, what the engine counted (`usage`), and the token ids. `Additions`
+has the fields that were added to the request; the reader removes their effects from the answer.
+
+A stream consists of server-sent events. A text of the model may contain `data: [DONE]`, and a tool
+may have a field `usage`, so nothing is found by searching all bytes: an event ends at a blank line,
+its fields begin at the beginning of a line, and its JSON is decoded. To save time, an event is only
+decoded if it has bytes that can matter. In an answer that is not a stream, `usage` is found by
+counting brackets, so that answers of any size are read without being buffered.
+
+A list of token ids is found by its field's name (`"token_ids"`). No JSON string can contain this
+name, because quotes inside strings are escaped. An unfinished list or name is buffered."""
 
 import re
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 from msgspec import Raw
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
 from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
-from lean_selector.gateway.prompt_shapes import Unknown, Why
+from lean_selector.gateway.prompt_shapes import AnswerError, AnswerEvent, HasUsage, Unknown, Why
 
-_USAGE_BYTES: Final = 4096  # at the end of an answer, which has its usage
-_MOST_LAST_BYTES: Final = 4 * _USAGE_BYTES  # kept of the end: a stream has small pieces
+MOST_TOKENS: Final = 1 << 21  # of a prompt or an output; longer than any engine accepts
+
+
+# -- what the engine counted -----------------------------------------------------------------------
+
+_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_NONE: Final = Raw(b"null")
+_MOST_DIGITS: Final = 15
+
+
+class Usage:
+    """The token counts of one answer. An answer may have several `usage` objects, of which each
+    has some of the counts; of each count, the last valid value is used.
+
+    Only whole numbers up to `most_tokens` are valid."""
+
+    __slots__ = ("_counts", "_has_output", "_most_tokens")
+
+    def __init__(self, most_tokens: int = MOST_TOKENS, has_output: bool = True) -> None:
+        """`has_output`: the request has an output, unlike a request for embeddings."""
+        self._most_tokens = most_tokens
+        self._has_output = has_output
+        self._counts: dict[str, int] = {}
+
+    def add(self, text: bytes) -> None:
+        """Adds a `usage` object, as JSON text. Ignores fields that are not counts."""
+        try:
+            fields = _read_fields(text)
+            self._add("prompt", fields.get("prompt_tokens", _NONE))
+            self._add("input", fields.get("input_tokens", _NONE))
+            self._add("output", fields.get("output_tokens", _NONE))
+            self._add("output", fields.get("completion_tokens", _NONE))
+            self._add("total", fields.get("total_tokens", _NONE))
+            self._add("read", fields.get("cache_read_input_tokens", _NONE))
+            self._add("written", fields.get("cache_creation_input_tokens", _NONE))
+            for name in ("prompt_tokens_details", "input_tokens_details"):
+                details = bytes(fields.get(name, _NONE))
+                if details.startswith(b"{"):
+                    self._add("cached", _read_fields(details).get("cached_tokens", _NONE))
+        except (msgspec.DecodeError, RecursionError):
+            return
+
+    def _add(self, name: str, value: Raw) -> None:
+        text = bytes(value)
+        if text.isdigit() and len(text) <= _MOST_DIGITS and int(text) <= self._most_tokens:
+            self._counts[name] = int(text)
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """The number of prompt tokens, including those that were cached."""
+        counts = self._counts
+        found = counts.get("prompt")
+        if found is None:
+            found = counts.get("input")
+            if found is None:
+                return None if self._has_output else counts.get("total")
+            # Anthropic's `input_tokens` lacks the tokens read from and written to the cache.
+            found += counts.get("read", 0) + counts.get("written", 0)
+        return found if found <= self._most_tokens else None
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """The number of prompt tokens that the engine had cached."""
+        prompt, cached = self.prompt_tokens, self._counts.get("cached", self._counts.get("read"))
+        return None if prompt is None or cached is None or cached > prompt else cached
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """The number of prompt tokens and the number of output tokens."""
+        prompt, output = self.prompt_tokens, self._counts.get("output")
+        if prompt is None:
+            return None
+        if output is None and not self._has_output:
+            output = 0
+        return None if output is None else (prompt, output)
+
+
+_PLAIN: Final = rb'[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+"'  # no bracket outside of strings
+_LEAF: Final = rb"[\[{](?:%b)*+[\]}]" % _PLAIN
+_TWIG: Final = rb"[\[{](?:%b|%b)*+[\]}]" % (_PLAIN, _LEAF)
+_FLAT_RUN: Final = re.compile(rb"(?:%b)*+" % _PLAIN, re.DOTALL)
+_DEEP_RUN: Final = re.compile(rb"(?:%b|%b)*+" % (_PLAIN, _TWIG), re.DOTALL)
+_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to its closing quote
+_USAGE_KEY: Final = re.compile(rb'(?<!\\)"usage"[ \t\r\n]*+:[ \t\r\n]*+\Z')
+_MOST_KEY_BYTES: Final = 64  # including some blanks
+_MOST_USAGE_BYTES: Final = 64 * 1024
+_QUOTE: Final = 0x22
+_OPENING: Final = b"{["
+
+
+class _WholeAnswer:
+    """Finds the `usage` of an answer that is a JSON object and arrives in pieces."""
+
+    __slots__ = ("_before", "_depth", "_escape", "_in_string", "_is_other", "_usage", "_value")
+
+    def __init__(self, usage: Usage) -> None:
+        self._usage = usage
+        self._depth = 0  # brackets that are open
+        self._in_string = False  # the last piece ended inside a string
+        self._escape = b""  # a backslash at the end of that piece
+        self._before = b""  # the end of the last piece
+        self._value: bytearray | None = None  # the `usage` object so far
+        self._is_other = False  # the answer is no JSON object
+
+    def feed(self, data: bytes) -> None:
+        if self._is_other:
+            return
+        if not self._depth:
+            data = (self._before + data).lstrip(b"\xef\xbb\xbf \t\r\n")
+            self._is_other = bool(data) and not data.startswith(b"{")
+            if self._is_other or not data:
+                return
+        data = self._escape + data
+        self._escape = b""
+        at, size, kept_from = 0, len(data), 0
+        while at < size:
+            if self._in_string:
+                at = _STRING.match(data, at).end()  # type: ignore[union-attr]
+                if at == size:
+                    break
+                if data[at] != _QUOTE:
+                    self._escape = data[at:]
+                    break
+                self._in_string = False
+                at += 1
+                continue
+            run = _FLAT_RUN if self._depth < 2 else _DEEP_RUN
+            at = run.match(data, at).end()  # type: ignore[union-attr]
+            if at == size:
+                break
+            char = data[at]
+            if char == _QUOTE:
+                self._in_string = True
+            elif char in _OPENING:
+                if self._depth == 1 and self._is_usage(data, at):
+                    self._value, kept_from = bytearray(), at
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth == 1 and self._value is not None:
+                    self._usage.add(bytes(self._value) + data[kept_from : at + 1])
+                    self._value = None
+                elif self._depth < 1:
+                    self._is_other = True  # nothing follows
+                    return
+            at += 1
+        if self._value is not None:
+            self._value += data[kept_from : size - len(self._escape)]
+            if len(self._value) > _MOST_USAGE_BYTES:
+                self._value = None
+        self._before = (self._before + data)[-_MOST_KEY_BYTES:]
+
+    def _is_usage(self, data: bytes, at: int) -> bool:
+        before = data[max(0, at - _MOST_KEY_BYTES) : at]
+        if at < _MOST_KEY_BYTES:
+            before = self._before + before
+        return _USAGE_KEY.search(before) is not None
+
+
+# -- server-sent events ----------------------------------------------------------------------------
+
+# A line ends with CRLF, LF or CR. The groups are atomic, so that no CRLF is two line ends.
+_BLANK_LINE: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_LINE_END: Final = re.compile(rb"\r\n|\n|\r")
+_BOM: Final = b"\xef\xbb\xbf"
+_MOST_EVENT_BYTES: Final = 1 << 20  # of a longer event, nothing is read
+_DONE: Final = b"[DONE]"
+_USAGE_OBJECT: Final = re.compile(rb'"usage"[ \t]*+:[ \t]*+\{')
+# What can matter in an event after the first token, if events have types.
+_TYPED: Final = re.compile(
+    rb"\"usage\"|\[DONE\]|message_stop|response\.(?:completed|incomplete|failed)"
+)
+_TYPES: Final = re.compile(rb"(?:message_|content_block_|response\.|(?:error|ping)\Z)")
+_LAST_TYPES: Final = frozenset({
+    *(b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"),
+})  # fmt: skip
+_EMPTY_LIST: Final = re.compile(rb"\[[ \t\r\n]*+\]")
+_FAILED_CODE: Final = re.compile(rb'"?50[02]"?|"server_error"')
+_read_event: Final = msgspec.json.Decoder(AnswerEvent).decode
+_read_error: Final = msgspec.json.Decoder(AnswerError).decode
+_read_holder: Final = msgspec.json.Decoder(HasUsage).decode
+
+
+class _Events:
+    """Reads the events of a stream, and returns the bytes for the client.
+
+    The client gets nothing until the first event is complete, because another worker can be tried
+    if that is an error. Comments are passed on at once: they keep the client from giving up."""
+
+    __slots__ = (
+        *("error", "has_token", "is_done"),
+        *("_after_cr", "_drops_usage", "_dropped", "_has_begun", "_is_long", "_is_typed"),
+        *("_pending", "_sent", "_usage"),
+    )
+
+    def __init__(self, usage: Usage, drops_usage: bool) -> None:
+        """`drops_usage`: the client does not get the event with the usage, so each event is held
+        until it is complete."""
+        self.has_token = False
+        self.is_done = False
+        self.error: bytes | None = None  # the first event, if that is an error
+        self._usage = usage
+        self._drops_usage = drops_usage
+        self._has_begun = False  # an event has arrived
+        self._is_typed = False  # these are events of /v1/messages or /v1/responses
+        self._pending = b""  # the beginning of an event
+        self._sent = 0  # the client has so many bytes of it
+        self._is_long = False  # this event is too long to be read
+        self._after_cr = False  # the last event ended with CR, so that its LF may follow
+        self._dropped = False  # the last event was not passed on
+
+    def feed(self, text: bytes) -> bytes:
+        pending = self._pending
+        if (
+            not pending
+            and self.has_token
+            and text.endswith(b"\n\n")
+            and not self._after_cr
+            and not self._matters(text)
+        ):
+            return text
+        kept = []
+        if self._after_cr and text:
+            self._after_cr = False
+            if text.startswith(b"\n"):
+                text = text[1:]
+                if not self._dropped:
+                    kept.append(b"\n")
+        data, sent, at = pending + text, self._sent, 0
+        for found in _BLANK_LINE.finditer(data, max(0, len(pending) - 3)):
+            end = found.end()
+            self._dropped = not self._is_long and self._read(data[at:end])
+            self._is_long = False
+            if not self._dropped:
+                kept.append(data[max(at, sent) : end])
+            at = end
+        if at:
+            self._after_cr = at == len(data) and data.endswith(b"\r")
+        rest, sent = data[at:], max(0, sent - at)
+        if len(rest) > _MOST_EVENT_BYTES or self._is_long:
+            self._is_long = self._has_begun = self.has_token = True
+            kept.append(rest[sent:])
+            rest = rest[-3:]
+            sent = len(rest)
+        elif rest and not self._has_begun:
+            rest, sent = b"".join((*kept, rest)), 0
+            kept.clear()
+        elif not self._drops_usage:
+            kept.append(rest[sent:])
+            sent = len(rest)
+        self._pending, self._sent = rest, sent
+        return b"".join(kept)
+
+    def rest(self) -> bytes:
+        """Reads an event whose blank line is missing, and returns the bytes not yet returned."""
+        pending, self._pending = self._pending, b""
+        dropped = bool(pending) and not self._is_long and self._read(pending)
+        return b"" if dropped else pending[self._sent :]
+
+    def _matters(self, text: bytes) -> bool:
+        """Whether events after the first token may have to be decoded."""
+        if self._is_typed:
+            return _TYPED.search(text) is not None
+        # `find`, because `in` first tries to use the bytes as a number, and catches an exception.
+        if text.find(_DONE) >= 0 or text.find(b'"type"') >= 0:
+            return True
+        at = text.find(b'"usage"')
+        return at >= 0 and _USAGE_OBJECT.search(text, at) is not None
+
+    def _read(self, event: bytes) -> bool:
+        """Reads an event. Returns whether it must not be passed on."""
+        if self.has_token and not self._matters(event):
+            return False
+        name, data = _name_and_data(event)
+        if data is None:
+            return False
+        is_first, self._has_begun = not self._has_begun, True
+        if data.strip() == _DONE:
+            self.is_done = True
+            return False
+        try:
+            told = _read_event(data)
+        except (msgspec.DecodeError, RecursionError):
+            self.has_token = True
+            return False
+        kind = bytes(told.type).strip(b'"') or name
+        usages, is_empty = [told.usage], False
+        if _TYPES.match(kind) is not None:
+            self._is_typed = True
+            self.has_token |= kind.startswith(b"content_block_") or kind.endswith(b".delta")
+            self.is_done |= kind in _LAST_TYPES
+            for holder in (told.message, told.response):
+                usages += [_read_holder(holder).usage] if _is_object(holder) else []
+        else:
+            is_empty = _EMPTY_LIST.fullmatch(told.choices) is not None
+            self.has_token |= not is_empty and bytes(told.error) in (b"", b"null")
+        has_usage = False
+        for usage in usages:
+            if _is_object(usage):
+                self._usage.add(bytes(usage))
+                has_usage = True
+        if is_first and _is_failure(told, kind):
+            self.error = event
+        return self._drops_usage and is_empty and has_usage
+
+
+def _name_and_data(event: bytes) -> tuple[bytes, bytes | None]:
+    """Returns the name of an event, and its data, or None for comments and other events without
+    data."""
+    name, data = b"", None
+    for line in _LINE_END.split(event.removeprefix(_BOM)):
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            data = value if data is None else data + b"\n" + value
+        elif field == b"event":
+            name = value
+        elif not line and data is None:
+            name = b""
+    return name, data
+
+
+def _is_object(value: Raw) -> bool:
+    return bytes(memoryview(value)[:1]) == b"{"
+
+
+def _is_failure(event: AnswerEvent, kind: bytes) -> bool:
+    """Whether an event says that the engine has failed, so that another worker may do better."""
+    code = event.code
+    if _is_object(event.error):
+        try:
+            error = _read_error(event.error)
+        except msgspec.DecodeError:
+            return False
+        if kind == b"error" and bytes(error.type) == b'"api_error"':
+            return True
+        code = error.code
+    elif kind != b"error" and bytes(event.object) != b'"error"':
+        return False
+    return _FAILED_CODE.fullmatch(code) is not None
+
+
+# -- token ids -------------------------------------------------------------------------------------
+
 _NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # followed by a list
 _LONGEST_NAME: Final = 24  # including some blanks
 _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')
@@ -26,66 +378,33 @@ _LIST: Final = re.compile(rb'\[(?:(?<="token_ids":\[)|(?<="prompt_token_ids":\[)
 _BEGINNINGS: Final = frozenset(
     name[:length] for name in _NAMES for length in range(1, len(name) + 1)
 )
-_MOST_EVENT_BYTES: Final = 1 << 20  # a longer event is not buffered
-_USAGE_EVENT: Final = re.compile(
-    rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
-)
-# In Anthropic's API, `input_tokens` does not include tokens read from or written to the cache.
-_CACHED: Final = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})')
-_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})')
-_BESIDE: Final = tuple(
-    re.compile(rb'"cache_%b_input_tokens"\s*:\s*(\d{1,15})' % name)
-    for name in (b"read", b"creation")
-)
-_OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
-
-
-class Usage:
-    """Reads the token counts (`usage`) at the end of an answer. Absent counts are None."""
-
-    __slots__ = ("_begin", "_last")
-
-    def __init__(self, last: bytes | bytearray) -> None:
-        self._last = last
-        self._begin = last.rfind(b'"usage"', max(0, len(last) - _MOST_LAST_BYTES))
-
-    @property
-    def cached_tokens(self) -> int | None:
-        """The number of prompt tokens that the engine had cached."""
-        return self._said(_CACHED)
-
-    @property
-    def lengths(self) -> tuple[int, int] | None:
-        """The number of prompt tokens and the number of output tokens."""
-        prompt, output = self._said(_PROMPT), self._said(_OUTPUT)
-        if prompt is None or output is None:
-            return None
-        return prompt + sum(self._said(field) or 0 for field in _BESIDE), output
-
-    def _said(self, field: re.Pattern[bytes]) -> int | None:
-        found = field.findall(self._last, self._begin) if self._begin >= 0 else ()
-        return int(found[-1]) if found else None
 
 
 class AnswerReader:
-    """Reads an engine's answer while it is relayed. At the answer's end, calls `on_ids` with the
-    token ids of the prompt and of the output, as comma-separated text."""
+    """Reads the body of an engine's answer, which has status 200, while it is relayed. `feed` takes
+    pieces of it, cut anywhere; after the last, call `end`, or `rest` if it may be incomplete."""
 
     def __init__(
         self,
-        on_ids: Callable[[bytes | None, bytes], None] | None,
+        streams: bool,
+        on_ids: Callable[[bytes | None, bytes], None] | None = None,
         *,
-        strips: bool,
+        strips: bool = False,
         drops_usage: bool = False,
+        has_output: bool = True,
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
-        """`strips`: the client did not request token ids, and gets `null` in place of each list.
-        `drops_usage`: the client did not request the last event of a stream, which has only the
-        usage."""
+        """`streams`: the answer consists of server-sent events. `on_ids` is called at the end with
+        the token ids of the prompt and of the output, as comma-separated text. `strips`: the client
+        did not request token ids, and gets `null` in place of each list. `drops_usage`: the client
+        did not request the last event of a stream, which has only the usage. `has_output` and
+        `most_tokens`: see `Usage`."""
+        self.usage: Final = Usage(most_tokens, has_output)
+        self._events = _Events(self.usage, drops_usage) if streams else None
+        self._whole = None if streams else _WholeAnswer(self.usage)
         self._on_ids = on_ids
+        self._reads_ids = strips or on_ids is not None
         self._strips = strips
-        self._drops_usage = drops_usage
-        self._event = b""  # an incomplete event, if events may be dropped
-        self.last: Final = bytearray()  # the end of the answer so far, without ids
         self._held = b""  # possibly the beginning of a list's name
         self._array: bytearray | None = None  # the current list
         self._is_of_prompt = False
@@ -93,35 +412,48 @@ class AnswerReader:
         self._output: list[bytes] = []
         self._is_too_long = False
 
+    @property
+    def has_token(self) -> bool:
+        """Whether a part of the output has arrived."""
+        return self._events is None or self._events.has_token
+
+    @property
+    def is_done(self) -> bool:
+        """Whether a stream had its last event. False if the answer is not a stream."""
+        return self._events is not None and self._events.is_done
+
+    @property
+    def error(self) -> bytes | None:
+        """The first event of a stream, if it says that the engine has failed."""
+        return None if self._events is None else self._events.error
+
     def feed(self, data: bytes) -> bytes:
         """Takes a piece of the answer, and returns the bytes that can be sent to the client now."""
-        pieces = _LIST.split(data)  # every second one is a list
-        is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
-        if is_whole and self._array is None and not self._held:  # as nearly all
-            for at in range(1, len(pieces), 2):
-                self._is_of_prompt = pieces[at - 1].endswith(_PROMPT_NAME)
-                self._took(pieces[at])
-            text = b"null".join(pieces[::2])
-        else:
-            text = self._without_ids(self._held + data)
-        last = self.last
-        last += text
-        if len(last) > _MOST_LAST_BYTES:
-            del last[:-_USAGE_BYTES]
-        if not self._strips:
-            text = data
-        # `find`, because `in` first tries to use the bytes as a number, and catches an exception.
-        if self._drops_usage and (
-            self._event or text.find(b'"usage"') >= 0 or not text.endswith(b"\n\n")
-        ):
-            return self._without_usage(text)
+        text = data
+        if self._reads_ids:
+            pieces = _LIST.split(data)  # every second one is a list
+            is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
+            if is_whole and self._array is None and not self._held:  # as nearly all
+                for at in range(1, len(pieces), 2):
+                    self._is_of_prompt = pieces[at - 1].endswith(_PROMPT_NAME)
+                    self._took(pieces[at])
+                text = b"null".join(pieces[::2])
+            else:
+                text = self._without_ids(self._held + data)
+            if not self._strips:
+                text = data
+        if self._events is not None:
+            return self._events.feed(text)
+        if self._whole is not None:
+            self._whole.feed(text)
         return text
 
     def rest(self) -> bytes:
         """Returns the bytes still buffered when the answer ends. Well-formed answers leave none."""
-        rest = self._event + (self._held if self._strips else b"")
-        self._event = self._held = b""
-        return rest
+        rest, self._held = self._held if self._strips else b"", b""
+        if self._events is None:
+            return rest
+        return self._events.feed(rest) + self._events.rest()
 
     def end(self) -> bytes:
         """Passes the token ids to `on_ids`, and returns the bytes that are still buffered."""
@@ -155,17 +487,6 @@ class AnswerReader:
             self._array = bytearray()
             at = found.end()
         return b"".join(kept)
-
-    def _without_usage(self, data: bytes) -> bytes:
-        """Returns `data` up to its last complete event, without the event that has the usage."""
-        data = self._event + data
-        end = data.rfind(b"\n\n") + 2
-        if end < 2:
-            end = data.rfind(b"\r\n\r\n") + 4
-            if end < 4:
-                end = 0 if len(data) < _MOST_EVENT_BYTES else len(data)
-        whole, self._event = data[:end], data[end:]
-        return _USAGE_EVENT.sub(b"", whole) if b'"usage"' in whole else whole
 
     def _keep(self, ids: bytes) -> None:
         assert self._array is not None
@@ -211,9 +532,12 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 class Additions:
     """The fields added to one forwarded request; their effects are removed from its answer."""
 
-    __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
+    __slots__ = ("_drops_usage", "_fields", "_has_output", "_most_tokens", "_on_ids", "_strips")
 
-    def __init__(self) -> None:
+    def __init__(self, has_output: bool = True, most_tokens: int = MOST_TOKENS) -> None:
+        """For the reader of the answer: see `Usage`."""
+        self._has_output = has_output
+        self._most_tokens = most_tokens
         self._fields: dict[str, object] = {}
         self._on_ids: Callable[[bytes | None, bytes], None] | None = None
         self._strips = False
@@ -264,8 +588,18 @@ class Additions:
         """Returns the body to forward: the client's own body if nothing is added."""
         return request.with_fields(**self._fields) if self._fields else request.body
 
-    def reader(self) -> AnswerReader | None:
-        """Returns the reader to pass the answer through, or None to relay the answer unchanged."""
-        if self._on_ids is None and not self._drops_usage:
-            return None
-        return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)
+    @property
+    def change_answer(self) -> bool:
+        """Whether the answer has something that the client must not get."""
+        return self._strips or self._drops_usage
+
+    def reader(self, streams: bool) -> AnswerReader:
+        """Returns a new reader, to pass one answer through. `streams`: see `AnswerReader`."""
+        return AnswerReader(
+            streams,
+            self._on_ids,
+            strips=self._strips,
+            drops_usage=self._drops_usage,
+            has_output=self._has_output,
+            most_tokens=self._most_tokens,
+        )

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from lean_selector.core.selection.catalog import Catalog
+from lean_selector.core.selection.partition import Partition
 from lean_selector.gateway.prompt_shapes import Served
 from lean_selector.http.allowed_endpoints import url_at
 
@@ -63,10 +64,16 @@ class CatalogFleet:
                     for worker in partition.workers.values()
                     if (base := url_at(worker.endpoint, ""))
                 },
+                _most_tokens(partition),
             )
             for key, partition in self._catalog.partitions.items()
             if partition.workers
         }
+
+
+def _most_tokens(partition: Partition) -> int:
+    blocks = [worker.total_kv_blocks or 0 for worker in partition.workers.values()]
+    return max(blocks) * partition.block_size if all(blocks) else 0
 
 
 def well(workers: Mapping[int, str], fleet: Fleet) -> Mapping[int, str]:

@@ -32,6 +32,7 @@ _NOT_TO_CLIENT: Final = re.compile(
 )
 _LENGTH: Final = re.compile(rb"\r\ncontent-length[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
+_TYPE: Final = re.compile(rb"\r\ncontent-type[ \t]*:[ \t]*+([^\r;]*+)", re.IGNORECASE)
 _TRACEPARENT: Final = re.compile(rb"\r\ntraceparent[ \t]*:[ \t]*+([^\r]*+)(?=\r\n|\Z)", re.I)
 _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECASE)
 _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
@@ -75,6 +76,13 @@ def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
     if without_length:
         lines = _LENGTH.sub(b"", lines)
     return _without(lines, named) if named else lines
+
+
+@functools.lru_cache(maxsize=256)
+def is_stream(lines: bytes, streams: bool) -> bool:
+    """Whether a worker's answer consists of server-sent events. `streams`: it was requested."""
+    found = _TYPE.search(lines)
+    return streams if found is None else found[1].rstrip(b" \t").lower() == b"text/event-stream"
 
 
 def request_id_of(section: bytes) -> bytes | None:

@@ -131,7 +131,7 @@ class ModelRequest:
         self._media = 0  # message parts that are not text
         self._part_text_bytes = 0  # bytes of the text parts
         path = unquote(path.partition("?")[0]).rstrip("/")  # as engines interpret it
-        self._has_output = not path.endswith(_WITHOUT_OUTPUT)
+        self.has_output = not path.endswith(_WITHOUT_OUTPUT)
         changing: tuple[str, ...] = _CHANGING
         if path.endswith("/chat/completions"):
             self._read_chat(Kind.CHAT, "messages")
@@ -229,7 +229,7 @@ class ModelRequest:
     @property
     def most_output_tokens(self) -> int | None:
         """The request's limit of output tokens, or None. For embeddings, reranks and scores: 0."""
-        if not self._has_output:
+        if not self.has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
             given = bytes(self.fields.get(name, b""))

@@ -33,6 +33,7 @@ class Served(msgspec.Struct, frozen=True):
     block_size: int  # tokens, >= 1
     is_eagle: bool
     workers: dict[int, str]
+    most_tokens: int = 0  # that the KV cache of a worker can hold; 0: unknown
 
 
 class Why(StrEnum):
@@ -114,3 +115,28 @@ class TokenizeAnswer(msgspec.Struct):
 
 class NamesModel(msgspec.Struct):
     model: str | None = None
+
+
+class HasUsage(msgspec.Struct):
+    """A part of an engine's answer that has its token counts."""
+
+    usage: msgspec.Raw = msgspec.Raw(b"")
+
+
+class AnswerEvent(HasUsage):
+    """The parts of a stream's event that are read, of all APIs."""
+
+    type: msgspec.Raw = msgspec.Raw(b"")
+    object: msgspec.Raw = msgspec.Raw(b"")
+    choices: msgspec.Raw = msgspec.Raw(b"")
+    message: msgspec.Raw = msgspec.Raw(b"")
+    response: msgspec.Raw = msgspec.Raw(b"")
+    error: msgspec.Raw = msgspec.Raw(b"")
+    code: msgspec.Raw = msgspec.Raw(b"")
+
+
+class AnswerError(msgspec.Struct):
+    """An error in an event."""
+
+    type: msgspec.Raw = msgspec.Raw(b"")
+    code: msgspec.Raw = msgspec.Raw(b"")

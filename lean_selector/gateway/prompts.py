@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -12,7 +12,7 @@ from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.gateway.answers import Additions, AnswerReader
+from lean_selector.gateway.answers import MOST_TOKENS, Additions
 from lean_selector.gateway.engine_answers import (
     EngineAnswers,
     EngineTokenizer,
@@ -21,7 +21,7 @@ from lean_selector.gateway.engine_answers import (
 )
 from lean_selector.gateway.fleet import Fleet, well
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
-from lean_selector.gateway.model_request import CHATS, COMPLETIONS, Kind, ModelRequest
+from lean_selector.gateway.model_request import CHATS, COMPLETIONS, SEVERAL, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.tasks import Steps, finished
@@ -45,12 +45,11 @@ class Routed:
     output_tokens: int = 0  # expected answer tokens
     session_id: str | None = None
     worker_ids: frozenset[int] | None = None  # the workers that have the adapter; None: any worker
-    answer: AnswerReader | None = None  # None: the answer is relayed unchanged
+    additions: Additions = field(default_factory=Additions)  # to `body`; they read its answer
     is_sent_once: bool = False  # it names other engines: not retried once it was sent
     # Called with the numbers of prompt and answer tokens, which are learned from.
     on_lengths: Callable[[int, int], None] | None = None
     takes_reports: bool = True  # `vllm_xargs` are accepted on its path
-    opens_early: bool = False  # the first bytes of a stream may precede the first token
     known_tokens: int | None = None  # prompt tokens whose blocks are known; None: all
 
 
@@ -62,7 +61,7 @@ NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
 _FOR_ENGINES: Final = "engines set it for each other; --pass-engine-fields lets clients set it"
 _REPORT_MODE: Final = "kv_cache_report_mode"
-_MOST_GUESSED_TOKENS: Final = 1 << 21  # longer than any engine accepts
+_MOST_TOKENS_OF_SEVERAL: Final = 1 << 31  # prompts or texts in one request
 # Engines that support `stream_options` but do not say so.
 _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
@@ -104,10 +103,10 @@ class Prompts:
                 raise BadRequest(f"{engine_field}: {_FOR_ENGINES}")
             request.why_not = Unknown(Why.CHANGED, f"`{engine_field}` may change the prompt")
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
+        additions = Additions(request.has_output, _most_tokens(request, served))
         if self._is_off:
             request.why_not = OFF
             forwards = False
-        additions = Additions()
         is_unmarked = not additions.mark_salt(request, forwards)
         chain = None
         if request.why_not is None and request.kind != Kind.IDS:
@@ -139,13 +138,12 @@ class Prompts:
             output_tokens=(output if most is None else min(output, most)) * answers,
             session_id=request.session_id,
             worker_ids=worker_ids,
-            answer=additions.reader(),
+            additions=additions,
             on_lengths=None
             if engine_field is not None
             else lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
             is_sent_once=engine_field is not None,
             takes_reports=request.kind in COMPLETIONS,
-            opens_early=request.kind == Kind.RESPONSES,
             known_tokens=None if why_not is None else len(known) // 8 * served.block_size,
         )
 
@@ -245,11 +243,18 @@ class Prompts:
         return learn
 
 
+def _most_tokens(request: ModelRequest, served: Served) -> int:
+    """Returns the largest number of tokens that an engine can have counted for this request."""
+    if request.why_not is SEVERAL or not request.has_output:
+        return _MOST_TOKENS_OF_SEVERAL
+    return min(served.most_tokens or MOST_TOKENS, MOST_TOKENS) * request.answers
+
+
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
     """Returns a prompt of `tokens` tokens that begins with the block hashes `known`. The other
     blocks get random hashes, which count as load, but match no other prompt. If `known` is empty,
     no hashes are looked up in the KV index, so that no block is predicted as cached."""
-    tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
+    tokens = max(min(tokens, MOST_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)
 

@@ -13,18 +13,16 @@ other worker gets it."""
 
 import asyncio
 import logging
-import re
-from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from time import monotonic
 from typing import Final
 
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
-from lean_selector.gateway.answers import AnswerReader, Usage
+from lean_selector.gateway.answers import AnswerReader
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.genai_metrics import Timing
-from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
+from lean_selector.gateway.headers import answer_lines, id_line, is_stream, refusal, request_lines
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.upstreams import WorkerLease
@@ -37,22 +35,9 @@ log = logging.getLogger("lean_selector.gateway")
 
 # An engine whose core has died answers all requests so.
 _ERRORS: Final = frozenset({500, 502})
-# Such an error as the first event of a stream, after status 200. The group is the event. The line
-# with the chunk's size may precede it, because most pieces are relayed with their chunk framing.
-_FAILED_STREAM: Final = re.compile(
-    rb"(?:[0-9A-Fa-f]+\r\n)?"
-    rb'((?:data: \{"error": ?\{[^\n]*"code": ?50[02]\b'
-    rb'|event: error\ndata: \{"type": ?"error", ?"error": ?\{"type": ?"api_error")[^\n]*\n\n)'
-)
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_SHED_BYTES: Final = 8 << 20  # of an answer that is kept; a longer one is a failure
-_LAST_PIECES: Final = 4  # of an answer, to search for its usage
-# Final events in streams of completions, messages and responses.
-_LAST_EVENTS: Final = (
-    *(b"data: [DONE]", b'"message_stop"'),
-    *(b'"response.completed"', b'"response.incomplete"', b'"response.failed"'),
-)
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
@@ -64,54 +49,6 @@ class State(Enum):
     SHEDDING = auto()  # the worker answers an error, which is kept, and another is tried after it
     RELAYING = auto()  # the client gets the answer
     OVER = auto()
-
-
-class _Body:
-    """The body of an answer, relayed unchanged."""
-
-    def __init__(self) -> None:
-        self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # not copied
-
-    def text(self, data: bytes, is_last: bool) -> bytes:
-        """Returns what the client gets for `data`, a piece of the answer from the worker."""
-        self._last_pieces.append(data)
-        return data
-
-    def end(self) -> bytes:
-        """Returns what the client gets at the end, if no piece was the last one."""
-        return b""
-
-    def last(self) -> bytes | bytearray:
-        """Returns the end of the answer, which contains the engine's token counts."""
-        return b"".join(self._last_pieces)
-
-
-class _ReadBody(_Body):
-    """The body of an answer from which is removed what was added to the request."""
-
-    def __init__(self, reader: AnswerReader, is_chunking: bool) -> None:
-        super().__init__()
-        self._reader = reader
-        self._is_chunking = is_chunking
-        self._is_written = False
-
-    def text(self, data: bytes, is_last: bool) -> bytes:
-        text = self._reader.feed(data) if data else b""
-        if is_last:
-            text += self._reader.rest()
-            self._is_written = True
-        if not self._is_chunking:
-            return text
-        last = _LAST_CHUNK if is_last else b""
-        return b"%x\r\n%b\r\n%b" % (len(text), text, last) if text else last
-
-    def end(self) -> bytes:
-        text = b"" if self._is_written else self.text(b"", True)
-        self._reader.end()
-        return text
-
-    def last(self) -> bytes | bytearray:
-        return self._reader.last
 
 
 class ProxiedRequest:
@@ -159,7 +96,9 @@ class ProxiedRequest:
         # Endpoints that failed after it was sent. A kept connection that ends counts until the
         # same worker answers.
         self._failed_at: set[str] = set()
-        self._body = _Body()
+        self._reader: AnswerReader | None = None  # of a completion's answer with status 200
+        self._is_chunking = False  # what is read of the answer needs the framing of chunks
+        self._is_written = False  # with the framing of its end
         self._waits_for_token = False  # the stream has no part of the answer yet
         self._error = bytearray()  # the body of an error while it arrives
         self._last_error: tuple[WorkerLease, AnswerHead, bytes] | None = None
@@ -265,7 +204,7 @@ class ProxiedRequest:
             lease.endpoint.host_line,
             request_lines(
                 request.section,
-                without_codings=routed is not None and routed.answer is not None,
+                without_codings=routed is not None,
                 drops_authorization=self._token is not None,
                 drops_traceparent=self.traceparent is not None,
             ),
@@ -284,7 +223,7 @@ class ProxiedRequest:
     # -- the answer ----------------------------------------------------------------------------
 
     def on_head(self, head: AnswerHead) -> bool:
-        self._head = head
+        self._head, self._reader = head, None
         routed, lease = self.routed, self.lease
         assert lease is not None
         self._failed_at.discard(lease.endpoint.text)
@@ -293,52 +232,65 @@ class ProxiedRequest:
         ):
             self.state, self._error = State.SHEDDING, bytearray()
             return True
-        if routed is not None and routed.answer is not None and head.status == 200:
+        if routed is not None and head.status == 200:
+            self._reader = routed.additions.reader(is_stream(head.lines, routed.streams))
             return True
         return self.request.headers.is_http10 and head.is_chunked
 
     def on_body(self, data: bytes, is_last: bool) -> None:
-        counts = self._counts
+        counts, reader = self._counts, self._reader
         counts.pieces += 1
         if self.state is State.RELAYING:
             counts.passed_on_bytes += len(data)
-            if self._waits_for_token and b".delta" in data:
+            text = data if reader is None else reader.feed(data)
+            if self._waits_for_token and reader is not None and reader.has_token:
                 self._prefilled()
-            if text := self._body.text(data, is_last):
+            if is_last or (self._is_chunking and text):
+                text = self._framed(text, is_last)
+            if text:
                 self.reply.write(text)
-            return
-        head = self._head
-        assert head is not None
-        if self.state is State.SHEDDING:
-            if head.status != 200:  # only the first event of a failed stream is kept
-                self._error += data
-                if len(self._error) > _MOST_SHED_BYTES and self._connection is not None:
-                    self._connection.fail(f"its error has more than {_MOST_SHED_BYTES} bytes")
-            return
-        error = self._failed_stream(head, data)
-        if error is None:
-            self._relay(data, is_last)
-        else:
-            self.state, self._error = State.SHEDDING, error
+        elif self.state is not State.SHEDDING:
+            self._first(data, is_last)
+        elif reader is None:  # only the first event of a failed stream is kept
+            self._error += data
+            if len(self._error) > _MOST_SHED_BYTES and self._connection is not None:
+                self._connection.fail(f"its error has more than {_MOST_SHED_BYTES} bytes")
 
-    def _failed_stream(self, head: AnswerHead, data: bytes) -> bytearray | None:
-        """Returns the error if a stream begins with an error, so that another worker can be tried;
-        returns None for all other streams."""
-        routed = self.routed
-        if routed is None or not routed.streams or head.status != 200 or not self._may_fail:
-            return None
-        found = _FAILED_STREAM.match(data)
-        return None if found is None else bytearray(found[1])
+    def _first(self, data: bytes, is_last: bool) -> None:
+        """Relays the body once it is known not to begin with an error of the engine. After such an
+        error, another worker can be tried."""
+        reader = self._reader
+        if reader is not None:
+            data = reader.feed(data)
+            if is_last:
+                data += reader.rest()
+            if reader.error is not None and self._may_fail:
+                self.state, self._error = State.SHEDDING, bytearray(reader.error)
+                return
+        if data or is_last:
+            self._relay(data, is_last)
+
+    def _framed(self, text: bytes, is_last: bool) -> bytes:
+        """Returns what the client gets for `text`, which was read of the answer."""
+        if is_last and self._reader is not None:
+            text += self._reader.rest()
+        self._is_written = is_last
+        if not self._is_chunking:
+            return text
+        last = _LAST_CHUNK if is_last else b""
+        return b"%x\r\n%b\r\n%b" % (len(text), text, last) if text else last
 
     def on_end(self) -> None:
         self._connection = None
+        if self.state is State.SENT:
+            self._first(b"", True)
         if self.state is State.SHEDDING:
             self._was_shed(bytes(self._error))
             return
-        if self.state is not State.RELAYING:
-            self._relay(b"", True)
-        if text := self._body.end():
+        if not self._is_written and (text := self._framed(b"", True)):
             self.reply.write(text)
+        if self._reader is not None:
+            self._reader.end()
         self._finish(outcome_of_status(self.status))
         self.reply.finish()
 
@@ -393,7 +345,7 @@ class ProxiedRequest:
         self.reply.finish()
 
     def _relay(self, data: bytes, is_last: bool) -> None:
-        """Sends the client the head of the answer, and the first piece of the worker's body."""
+        """Sends the client the head of the answer, and the first piece of its body."""
         head, lease = self._head, self.lease
         assert head is not None
         assert lease is not None
@@ -403,32 +355,31 @@ class ProxiedRequest:
         counts.first_byte.add(monotonic() - self._began)
         counts.passed_on_bytes += len(data)
         routed = self.routed
-        if routed is not None and routed.streams and head.status == 200:
-            self._waits_for_token = routed.opens_early and b".delta" not in data
-            if not self._waits_for_token:
+        reader = self._reader
+        if reader is not None and routed is not None and routed.streams:
+            self._waits_for_token = not reader.has_token
+            if reader.has_token:
                 self._prefilled()
         else:
             lease.prefill_complete(None)
-        reader = None if routed is None or head.status != 200 else routed.answer
-        reads = reader is not None
         is_http10 = self.request.headers.is_http10
+        changes = reader is not None and routed is not None and routed.additions.change_answer
+        self._is_chunking = reader is not None and (changes or head.is_chunked) and not is_http10
         is_unframed = type(head.body) is UnboundedBody or (head.is_chunked and is_http10)
-        if reader is not None:
-            self._body = _ReadBody(reader, is_chunking=not is_http10)
         parts = [
             head.start,
-            answer_lines(head.lines, without_length=reads),
+            answer_lines(head.lines, without_length=changes),
             b"\r\n",
             self._own_lines(),
         ]
-        if (reads or head.is_chunked) and not is_http10:
+        if (changes or head.is_chunked) and not is_http10:
             parts.append(_CHUNKED_LINE)
-        parts.append(self.reply.begin(closes=is_unframed or (reads and is_http10)))
+        parts.append(self.reply.begin(closes=is_unframed or (changes and is_http10)))
         parts.append(b"\r\n")
         self.request.body = b""  # no retry is possible any more
         if self.routed is not None:
             self.routed.body = b""
-        parts.append(self._body.text(data, is_last))
+        parts.append(self._framed(data, is_last) if data or is_last else data)
         self.reply.write(b"".join(parts))
 
     def _prefilled(self) -> None:
@@ -455,8 +406,12 @@ class ProxiedRequest:
     def _hung_up(self) -> None:
         """Handles a disconnect of the client. After a complete stream, a disconnect is no failure:
         OpenAI's client always disconnects then."""
-        last = self._body.last()
-        is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
+        reader, is_whole = self._reader, False
+        if self.state is State.RELAYING and reader is not None:
+            reader.rest()
+            is_whole = reader.is_done
+            if is_whole:
+                reader.end()
         self._counts.hung_up += not is_whole
         self._let_go()
         self._finish(OK if is_whole else None)
@@ -497,7 +452,8 @@ class ProxiedRequest:
         self._counts.active -= 1
         cached = None
         if outcome == OK and self.routed is not None and self.status == 200:
-            usage = Usage(self._body.last())  # the engine's counts, from a complete answer
+            assert self._reader is not None
+            usage = self._reader.usage  # the engine's counts, of a complete answer
             cached, lengths = usage.cached_tokens, usage.lengths
             if self.routed.is_sent_once:
                 cached = None  # may be those of another engine

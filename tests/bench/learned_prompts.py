@@ -147,7 +147,7 @@ def main() -> None:
             pieces = [_event(prompt_token_ids=prompt)]
             pieces += [_event(token_ids=[each]) for each in output]
             learn = Learning(memory, chain)
-            reader = AnswerReader(learn, strips=True)
+            reader = AnswerReader(True, learn, strips=True)
             began = time.thread_time()
             for piece in pieces:
                 reader.feed(piece)

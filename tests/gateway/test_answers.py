@@ -1,12 +1,15 @@
 """Answers on their way to the client: the ids are read, and the client sees none of them."""
 
 import itertools
+import json
+import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.gateway.answers import AnswerReader, Usage
+from lean_selector.gateway.answers import AnswerReader
 from lean_selector.gateway.model_request import MOST_ID_BYTES
 from tests.gateway.talking_engine import stream, tokens_of, whole_answer
 
@@ -26,9 +29,11 @@ class Learned:
         self.output = [int(each) for each in output.split(b",") if each]
 
 
-def read(pieces: list[bytes], **options: bool) -> tuple[bytes, Learned, AnswerReader]:
+def read(
+    pieces: list[bytes], streams: bool = False, strips: bool = True, drops_usage: bool = False
+) -> tuple[bytes, Learned, AnswerReader]:
     learned = Learned()
-    reader = AnswerReader(learned, strips=options.pop("strips", True), **options)
+    reader = AnswerReader(streams, learned, strips=strips, drops_usage=drops_usage)
     sent = b"".join(map(reader.feed, pieces)) + reader.end()
     return sent, learned, reader
 
@@ -51,10 +56,10 @@ def test_a_stream_cut_anywhere_reads_as_if_nobody_had_asked_for_ids_and_usage(
         b"".join(stream(PROMPT, WORDS, asked=each, usage=each and usage)).replace(b"\n", end)
         for each in (True, False)
     )
-    sent, learned, reader = read(cut(asked, places), strips=strips, drops_usage=usage and strips)
+    sent, learned, reader = read(cut(asked, places), True, strips, usage and strips)
     assert sent == (plain if strips else asked)
     assert (learned.prompt, learned.output) == (PROMPT, OUTPUT)
-    assert Usage(reader.last).cached_tokens == (32 if usage else None)
+    assert reader.usage.cached_tokens == (32 if usage else None)
 
 
 @given(PLACES)
@@ -64,12 +69,12 @@ def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[i
     sent, learned, reader = read(cut(asked, places))
     assert sent == whole_answer(PROMPT, text, output, asked=False)
     assert (learned.prompt, learned.output) == (PROMPT, output)
-    assert Usage(reader.last).cached_tokens == 48
+    assert reader.usage.cached_tokens == 48
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_every_event_is_sent_on_at_once(end: bytes) -> None:
-    reader = AnswerReader(Learned(), strips=True, drops_usage=True)
+    reader = AnswerReader(True, Learned(), strips=True, drops_usage=True)
     for asked, plain in zip(
         stream(PROMPT, WORDS, asked=True), stream(PROMPT, WORDS, asked=False), strict=True
     ):
@@ -88,7 +93,7 @@ def test_an_answer_with_blanks_in_its_json_is_read_too() -> None:
 
 def test_ids_without_end_teach_nothing_and_are_not_kept() -> None:
     learned = Learned()
-    reader = AnswerReader(learned, strips=True)
+    reader = AnswerReader(False, learned, strips=True)
     assert reader.feed(b'{"prompt_token_ids":[1') == b'{"prompt_token_ids":null'
     for _ in range(40):
         assert reader.feed(b",1" * (1 << 18)) == b""
@@ -98,40 +103,252 @@ def test_ids_without_end_teach_nothing_and_are_not_kept() -> None:
     assert learned.times == read([b'{"prompt_token_ids":[1,2'])[1].times == 0
 
 
+# -- what is counted -------------------------------------------------------------------------------
+
+
+def known_of(*pieces: bytes, streams: bool = True, **options: Any) -> tuple[Any, int | None]:
+    """Returns (lengths, cached tokens)."""
+    reader = AnswerReader(streams, **options)
+    assert b"".join(map(reader.feed, pieces)) + reader.end() == b"".join(pieces)
+    return reader.usage.lengths, reader.usage.cached_tokens
+
+
+def event(told: object, name: str = "") -> bytes:
+    line = f"event: {name}\n" if name else ""
+    return b"%bdata: %b\n\n" % (line.encode(), json.dumps(told).encode())
+
+
+OPENAI = {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+ANTHROPIC = {"input_tokens": 5, "output_tokens": 6, "cache_read_input_tokens": 32}
+DETAILS = "input_tokens_details"
+NO_USAGE: list[object] = [None, 5, "x", [], {}, {"usage": OPENAI}]
+
+
 @pytest.mark.parametrize(
-    ("last", "lengths", "cached"),
+    ("usage", "lengths", "cached"),
     [
-        (b"".join(stream(PROMPT, WORDS, asked=False, usage=True)), None, 32),
-        (b"", None, None),
-        (b'{"usage":{"prompt_tokens":7,"total_tokens": 9,"completion_tokens": 2}}', (7, 2), None),
+        (OPENAI, (7, 2), 4),
+        ({**ANTHROPIC, "cache_creation_input_tokens": 1}, (38, 6), 32),
+        # The prompt of these includes what was cached
+        ({"input_tokens": 9, "output_tokens": 3, DETAILS: {"cached_tokens": 4}}, (9, 3), 4),
+        ({**OPENAI, "cache_read_input_tokens": 4}, (7, 2), 4),
+        ({"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}, None, 4),
+        *((each, None, None) for each in NO_USAGE),
+        ({**OPENAI, "prompt_tokens_details": {"cached_tokens": 8}}, (7, 2), None),
+        ({**OPENAI, "prompt_tokens_details": []}, (7, 2), None),
+        ({"prompt_tokens_details": {"cached_tokens": 4}}, None, None),
+        ({**ANTHROPIC, "cache_read_input_tokens": (1 << 21) - 4}, None, None),
+    ],
+)
+@pytest.mark.parametrize("streams", [True, False])
+def test_usage_is_what_the_engine_counted(
+    usage: object, lengths: object, cached: int | None, streams: bool
+) -> None:
+    if streams:
+        told = event({"choices": [{"delta": {}}], "usage": usage})
+        assert known_of(told, b"data: [DONE]\n\n") == (lengths, cached)
+    else:
+        for whole in ({"id": 1, "usage": usage, "choices": []}, {"choices": [], "usage": usage}):
+            assert known_of(json.dumps(whole).encode(), streams=False) == (lengths, cached)
+
+
+COUNTS = ["-5", "12.7", "12.0", "1e3", "9" * 30, "9" * 5_000, "2097153", '"12"', "true", "null"]
+COUNTS += ["{}", "[1]", "1e999"]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("streams", [True, False])
+def test_only_whole_numbers_that_an_engine_can_hold_are_counts(count: str, streams: bool) -> None:
+    """The count that is no number takes no other with it."""
+
+    def told(prompt: str, output: str, cached: str) -> bytes:
+        text = (
+            f'{{"choices":[],"usage":{{"prompt_tokens":{prompt},"completion_tokens":{output},'
+            f'"prompt_tokens_details":{{"cached_tokens":{cached}}}}}}}'
+        )
+        return b"data: %b\n\n" % text.encode() if streams else text.encode()
+
+    assert known_of(told(count, "3", "4"), streams=streams) == (None, None)
+    assert known_of(told("7", count, "4"), streams=streams) == (None, 4)
+    assert known_of(told("7", "3", count), streams=streams) == ((7, 3), None)
+    assert known_of(told("8", "3", "4"), streams=streams, most_tokens=7) == (None, None)
+    if streams:  # the counts before it stay
+        assert known_of(told("7", "3", "4"), told(count, count, count)) == ((7, 3), 4)
+
+
+def test_without_an_output_all_tokens_are_the_prompt_s() -> None:
+    for usage in ({"prompt_tokens": 7, "total_tokens": 7}, {"total_tokens": 7}):
+        told = json.dumps({"data": [], "usage": usage}).encode()
+        assert known_of(told, streams=False, has_output=False) == ((7, 0), None)
+        assert known_of(told, streams=False) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "known"),
+    [
         (
-            b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":4},'
-            b'"output_tokens":3,"output_tokens_details":{"reasoning_tokens":1}}}',
-            (9, 3),
-            4,
+            {"input_tokens": 25, "cache_read_input_tokens": 100, "output_tokens": 1},
+            {"output_tokens": 12},
+            ((125, 12), 100),
         ),
-        (  # Anthropic's
-            b'{"usage":{"input_tokens":5,"output_tokens":6,"cache_read_input_tokens":32,'
-            b'"cache_creation_input_tokens":1}}',
-            (38, 6),
-            32,
+        (
+            {"input_tokens": 30, "output_tokens": 0},
+            {"input_tokens": 25, "cache_read_input_tokens": 100, "output_tokens": 12},
+            ((125, 12), 100),
+        ),
+        (
+            {"input_tokens": 25, "cache_read_input_tokens": 100, "output_tokens": 1},
+            {"input_tokens": None, "output_tokens": 12},
+            ((125, 12), 100),
         ),
     ],
 )
-def test_usage_is_read_at_the_end_of_an_answer(
-    last: bytes, lengths: tuple[int, int] | None, cached: int | None
+@given(PLACES, st.booleans(), st.integers(min_value=0, max_value=40))
+def test_counts_that_come_in_two_events_are_put_together(
+    start: object, end: object, known: object, places: list[int], named: bool, deltas: int
 ) -> None:
-    usage = Usage(b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}' * bool(last) + last)
-    assert (usage.lengths, usage.cached_tokens) == (lengths, cached)
+    told: list[Any] = [
+        {"type": "message_start", "message": {"id": "m", "content": [], "usage": start}}
+    ]
+    told += [{"type": "content_block_delta", "delta": {"input": {"usage": OPENAI}}}] * deltas
+    told += [{"type": "message_delta", "delta": {"stop_reason": "x"}, "usage": end}]
+    told += [{"type": "message_stop"}]
+    answer = b"".join(event(each, each["type"] if named else "") for each in told)
+    reader = AnswerReader(True)
+    assert b"".join(map(reader.feed, cut(answer, places))) == answer
+    assert (reader.usage.lengths, reader.usage.cached_tokens) == known
+    assert reader.is_done
 
 
-def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:
-    reader = AnswerReader(None, strips=True)
-    for _ in range(1_000):
-        reader.feed(b'data: {"choices":[{"text":" and so on, for a hundred bytes or so"}]}\n\n')
-    reader.feed(b'data: {"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}')
-    assert Usage(reader.last).cached_tokens == 4
-    assert len(reader.last) < 32_768
+TOOL = {"name": "f", "input": {"usage": {"prompt_tokens": 1, "completion_tokens": 1}, "a": [{}]}}
+TEXT = 'it said "usage": {"prompt_tokens": 3} and \\'
+
+
+@given(PLACES, st.booleans(), st.integers(min_value=0, max_value=300), st.booleans())
+def test_in_a_whole_answer_usage_is_found_first_or_last_and_cut_anywhere(
+    places: list[int], is_first: bool, size: int, spaced: bool
+) -> None:
+    more = {"content": [{"text": TEXT, "top": [[[{"x": [1, 2]}] * 3, 4]]}, TOOL] * (size // 10)}
+    told = {"id": "x", "choices": [], **more, '\\"usage': {"prompt_tokens": 9}, "tools": [TOOL]}
+    told = {"usage": OPENAI, **told} if is_first else {**told, "usage": OPENAI}
+    answer = json.dumps(told, indent=2 if spaced else None).encode()
+    assert known_of(*cut(answer, places), streams=False) == ((7, 2), 4)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_of_a_whole_answer_of_any_size_nothing_is_kept(is_first: bool) -> None:
+    usage = b'"usage":%b' % json.dumps(OPENAI).encode()
+    vector = b'{"embedding":[%b0.5],"index":0}' % (b"0.25," * 4_000)
+    begin, rest = (b"{%b," % usage, b"]}") if is_first else (b"{", b"],%b}" % usage)
+    reader = AnswerReader(False)
+    tracemalloc.start()
+    reader.feed(begin + b'"data":[' + vector)
+    for _ in range(400):
+        reader.feed(b"," + vector)
+    reader.feed(rest)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert reader.usage.lengths == (7, 2)
+    assert most < 1 << 20
+
+
+# -- events ----------------------------------------------------------------------------------------
+
+ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
+CHOICE = {"choices": [{"delta": {"content": 'data: [DONE]\n\ndata: {"type":"message_stop"}'}}]}
+LAST = [
+    b"data: [DONE]\n\n",
+    b"data:[DONE]\n\n",
+    b"id: 1\nevent: message_stop\ndata: {}\n\n",
+    b'data: {"type":\ndata: "message_stop"}\n\n',
+    *(event({"type": f"response.{each}"}) for each in ("completed", "incomplete", "failed")),
+    b"data: [DONE]\n\n: bye\n\n",
+]
+
+
+@given(PLACES, ENDS, st.sampled_from(LAST), st.booleans(), st.booleans())
+def test_a_stream_is_done_at_its_last_event_and_not_at_a_text_that_looks_like_it(
+    places: list[int], end: bytes, last: bytes, begins_with_bom: bool, has_comment: bool
+) -> None:
+    begin = b"\xef\xbb\xbf" * begins_with_bom + b": data: [DONE]\n\n" * has_comment
+    begin += b"event: ping\ndata: {}\n\n" * last.startswith(b"id:")
+    told = begin + event(CHOICE) * 3 + event({"choices": [], "error": None})
+    told += b"xdata: [DONE]\n\n: x\ndata: 1\ndata: [DONE]\n\n"
+    for text, is_done in ((told, False), (told + last, True)):
+        answer = text.replace(b"\n", end)
+        reader = AnswerReader(True)
+        sent = b"".join(map(reader.feed, cut(answer, places)))
+        assert (sent, reader.is_done) == (answer, is_done)
+        assert reader.error is None
+
+
+CREATED = {"type": "response.created", "response": {"instructions": "ends in .delta, or content_"}}
+
+
+@given(PLACES, ENDS)
+def test_the_first_token_is_in_an_event_that_has_a_part_of_the_output(
+    places: list[int], end: bytes
+) -> None:
+    for before, first in (
+        ([b": ping\n\n", event({"choices": [], "prompt_filter_results": [{}]})], event(CHOICE)),
+        ([event(CREATED, CREATED["type"])], event({"type": "response.output_text.delta"})),  # type: ignore[arg-type]
+        (
+            [event({"type": "message_start", "message": {}}), b"event: ping\ndata: {}\n\n"],
+            event({"type": "content_block_start"}),
+        ),
+    ):
+        reader = AnswerReader(True)
+        for piece in cut(b"".join(before).replace(b"\n", end), places):
+            reader.feed(piece)
+        assert not reader.has_token
+        for piece in cut(first.replace(b"\n", end), places):
+            reader.feed(piece)
+        assert reader.has_token
+
+
+FAILURES = [
+    event({"error": {"message": "died", "code": 500}}),
+    event({"error": {"code": "502", "message": "died"}}),
+    event({"object": "error", "message": "died", "code": 500}),
+    event({"type": "error", "error": {"type": "api_error"}}, "error"),
+    event({"error": {"type": "api_error"}}, "error"),
+    event({"type": "error", "code": "server_error", "message": "died"}, "error"),
+]
+OTHERS = [
+    event({"error": {"message": "died", "code": 400}}),
+    event({"type": "error", "error": {"type": "invalid_request_error"}}, "error"),
+    event({"choices": [{"delta": {"content": '{"error": {"code": 500}}'}}], "error": None}),
+]
+
+
+@given(PLACES, ENDS, st.sampled_from(FAILURES + OTHERS), st.booleans(), st.booleans())
+def test_nothing_is_sent_before_it_is_known_whether_the_first_event_is_an_error(
+    places: list[int], end: bytes, first: bytes, has_comment: bool, drops_usage: bool
+) -> None:
+    comment = (b": \n\n" * has_comment).replace(b"\n", end)
+    answer = first.replace(b"\n", end)
+    reader = AnswerReader(True, drops_usage=drops_usage)
+    sent = reader.feed(comment)
+    for piece in cut(answer, places):
+        assert sent == comment or not piece.strip()  # once the event is complete
+        sent += reader.feed(piece)
+        assert (reader.error is not None) <= (first in FAILURES)
+    sent += reader.rest()
+    assert sent == comment + answer
+    assert (reader.error is not None) == (first in FAILURES)
+    assert AnswerReader(True).feed(event(CHOICE) + answer) == event(CHOICE) + answer
+
+
+def test_an_event_that_is_too_long_is_passed_on_in_pieces_and_not_read() -> None:
+    reader = AnswerReader(True, drops_usage=True)
+    piece = b"x" * (1 << 18)
+    assert reader.feed(b'data: {"choices":[],"usage":{"prompt_tokens":1},"x":"') == b""
+    assert b"".join(reader.feed(piece) for _ in range(6)).endswith(piece)
+    assert reader.feed(piece) == piece
+    assert reader.feed(b'"}\n') + reader.feed(b"\n") == b'"}\n\n'
+    dropped = event({"choices": [], "usage": OPENAI})
+    assert reader.feed(dropped + b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
+    assert (reader.usage.lengths, reader.is_done, reader.has_token) == ((7, 2), True, True)
 
 
 def test_of_a_prompt_told_twice_the_first_counts_and_an_empty_output_adds_nothing() -> None:

@@ -155,7 +155,7 @@ async def test_off_nothing_is_known_nothing_asked_and_nothing_changed() -> None:
             routed = await prompts.of(path, body)
             assert is_load_only(routed, OFF)
             assert routed.body is body
-            assert routed.answer is None
+            assert not routed.additions.change_answer
             assert (routed.model_name, routed.tenant_id) == (MODEL, "default")
         assert engine.served is not None
         assert engine.served.requests == []
@@ -339,8 +339,8 @@ async def test_a_known_beginning_is_enough_when_little_is_new() -> None:
 
 
 def answered(routed: Routed, answer: list[bytes]) -> bytes:
-    assert routed.answer is not None
-    return b"".join(map(routed.answer.feed, answer)) + routed.answer.end()
+    reader = routed.additions.reader(routed.streams)
+    return b"".join(map(reader.feed, answer)) + reader.end()
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -432,7 +432,7 @@ async def test_another_make_and_a_prompt_that_is_to_be_echoed_are_not_asked_for_
     async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, engine):
         engine.make = make
         routed = await prompts.of(path, body)
-        assert (routed.body is body, routed.answer is None) == (not asks, not asks)
+        assert (routed.body is body, routed.additions.change_answer) == (not asks, asks)
 
 
 @on_loop
@@ -603,7 +603,8 @@ async def test_nothing_is_learned_of_requests_with_fields_for_engines() -> None:
         assert is_load_only(
             routed, Unknown(Why.CHANGED, "`kv_transfer_params` may change the prompt")
         )
-        assert (routed.is_sent_once, routed.answer, routed.on_lengths) == (True, None, None)
+        assert (routed.is_sent_once, routed.on_lengths) == (True, None)
+        assert not routed.additions.change_answer
         assert json.loads(routed.body) == json.loads(given)
         plain = await prompts.of(CHAT, chat())
-        assert (plain.is_sent_once, plain.answer is None) == (False, False)
+        assert (plain.is_sent_once, plain.additions.change_answer) == (False, True)

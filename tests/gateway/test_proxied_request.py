@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lean_selector.gateway.answers import AnswerReader
+from lean_selector.gateway.answers import Additions
 from lean_selector.gateway.gateway_metrics import Counts
+from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import WorkerLease
@@ -396,6 +397,7 @@ FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}
 
 
 @pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("cut", [0, 1, 9, 40, -1, "size"])
 @pytest.mark.parametrize(
     ("event", "is_retried"),
     [
@@ -404,15 +406,26 @@ FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}
     ],
 )
 def test_a_stream_that_begins_with_an_error_of_the_engine_is_asked_for_once_more(
-    event: bytes, is_retried: bool, is_read: bool
+    event: bytes, is_retried: bool, cut: int | str, is_read: bool
 ) -> None:
-    reader = AnswerReader(lambda prompt, output: None, strips=True) if is_read else None
-    told = Routed("m", "default", cast(Any, None), b"{}", None, streams=True, answer=reader)
-    errand = Errand(told)
+    """In however many reads the event comes."""
+    additions = Additions()
+    if is_read:
+        told = b'{"model":"m","messages":[],"stream":true}'
+        additions.ask_for_ids(ModelRequest("/v1/chat/completions", told), lambda *ids: None)
+    sent = Routed("m", "default", cast(Any, None), b"{}", None, streams=True, additions=additions)
+    errand = Errand(sent)
     for number in range(1 + is_retried):
         assert errand.transport.take() == b""
         lease, worker, _ = errand.sent_to(number)
-        worker.data_received(HEAD + b"%x\r\n%b\r\n" % (len(event), event))
+        worker.data_received(HEAD)
+        if isinstance(cut, str):
+            pieces = [b"%x\r\n" % len(event), event + b"\r\n"]
+        else:
+            parts = [event[:cut], event[cut:]]
+            pieces = [b"%x\r\n%b\r\n" % (len(part), part) for part in parts if part]
+        for piece in pieces:
+            worker.data_received(piece)
         worker.data_received(b"0\r\n\r\n")
         assert lease.told[-1] == ("freed failed" if is_retried and not number else "freed ok")
     _, _, body = errand.transport.take().partition(b"\r\n\r\n")
@@ -436,7 +449,8 @@ def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
     assert b"".join(worker_transport.writes).endswith(b"\r\n\r\n{}")
     worker.data_received(HEAD)
     assert (errand.of.request.body, sent.body) == (b"{}", b"{}")
-    worker.data_received(b"5\r\nhello\r\n")
+    event = b'data: {"choices":[{}]}\n\n'
+    worker.data_received(b"%x\r\n%b\r\n" % (len(event), event))
     assert (errand.of.request.body, sent.body) == (b"", b"")
 
 
