@@ -102,6 +102,16 @@ _DEVICE = Tier.DEVICE  # an alias, because an enum look-up takes as long as thre
 _STORED = StoreResult.STORED
 
 
+def packed_names(parent_hash: int | None, block_hashes: Sequence[int]) -> bytes:
+    """Pack engine hashes; b"" if one occurs twice, or is the parent's. There must be one."""
+    if len(block_hashes) == 1:  # usual for an engine that decodes
+        return b"" if block_hashes[0] == parent_hash else block_hashes[0].to_bytes(8, "little")
+    distinct = set(block_hashes)
+    if parent_hash in distinct or len(distinct) != len(block_hashes):
+        return b""
+    return u64s(len(block_hashes)).pack(*block_hashes)
+
+
 class KvIndex:
     """The index of one partition. Local hashes are packed into bytes, 8 per block, little-endian.
     `evicted` counts blocks dropped to save memory: blocks above a rank's limit, and some blocks
@@ -238,15 +248,9 @@ class KvIndex:
         the rank already held needs one more `removed` event from now on, before it is dropped."""
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
-        if len(block_hashes) == 1:  # usual for an engine that decodes
-            if block_hashes[0] == parent_hash:
-                return StoreResult.SELF_REFERENCE
-            names = block_hashes[0].to_bytes(8, "little")
-        else:
-            distinct = set(block_hashes)
-            if parent_hash in distinct or len(distinct) != len(block_hashes):
-                return StoreResult.SELF_REFERENCE
-            names = u64s(len(block_hashes)).pack(*block_hashes)
+        names = packed_names(parent_hash, block_hashes)
+        if not names:
+            return StoreResult.SELF_REFERENCE
         if len(names) != len(local_hashes):
             end = min(len(names), len(local_hashes) & ~7)
             names, local_hashes = names[:end], local_hashes[:end]

@@ -15,7 +15,7 @@ from lean_selector.core.hashing import (
     packed_local_hashes,
     u64s,
 )
-from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.index.kv_index import KvIndex, packed_names
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
@@ -201,7 +201,7 @@ class KvIngest:
             return
         size, hashes = event.block_size, event.block_hashes
         if size != self.block_size:
-            self._store_known((self.worker_id, dp_rank), tier, size, hashes)
+            self._store_known((self.worker_id, dp_rank), rank, event, tier, hashes)
             return
         salt = event.cache_salt
         if salt is None and rank.salts and event.parent_hash is not None:
@@ -221,21 +221,20 @@ class KvIngest:
         except ValueError:
             self._refuse("bad_tokens")
             return
-        key, parent = (self.worker_id, dp_rank), event.parent_hash
-        counted = self._is_copy(key, rank, tier, parent, hashes[0] if hashes else 0)
-        before = self._index.blocks(*key, tier)
-        result = self._index.store(*key, tier, parent, hashes, local, counted)
-        if result is not _STORED:
-            self._refuse(result.name.lower())
+        parent = event.parent_hash
+        if not local or not hashes:
+            self._refuse("empty")
             return
-        counts = self.counts
-        blocks = len(local) >> 3  # fewer than the hashes, if there were not enough tokens
-        if tier is _DEVICE and self._is_announced(key, rank, parent, hashes[blocks - 1], before):
-            rank.announced.append(tuple(hashes[:blocks]))
+        names = packed_names(parent, hashes)
+        if not names:
+            self._refuse("self_reference")
+            return
+        end = min(len(names), len(local))  # there may be fewer tokens than hashes, or the reverse
+        names, local = names[:end], local[:end]
+        if not self._store_chain((self.worker_id, dp_rank), rank, event, names, local, salt):
+            return
         self.stored_unlike_prompts += is_eagle is not self.is_eagle
-        self._count_stored(event.part, blocks)
-        if salt is not None:
-            remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
+        counts = self.counts
         if event.unknown_keys is not None:
             for kind, keys in event.unknown_keys.items():
                 counts.skip("block", f"extra_key_{kind}", keys)
@@ -248,7 +247,7 @@ class KvIngest:
         if size != self.block_size:
             names = event.names
             hashes = u64s(len(names) >> 3).unpack(names)
-            self._store_known((self.worker_id, dp_rank), tier, size, hashes)
+            self._store_known((self.worker_id, dp_rank), rank, event, tier, hashes)
             return
         if not event.names:
             self._refuse("empty")
@@ -259,24 +258,53 @@ class KvIngest:
         if salt is not None or event.lora_name is not None:
             seed = hash_seed(event.lora_name, salt)
         local = packed_local_hashes(event.tokens, size, seed)
-        key = (self.worker_id, dp_rank)
-        first = int.from_bytes(event.names[:8], "little")
+        if self._store_chain((self.worker_id, dp_rank), rank, event, event.names, local, salt):
+            self.stored_unlike_prompts += self.is_eagle
+
+    def _store_chain(
+        self,
+        key: RankKey,
+        rank: LearnedFacts,
+        event: BlockStored | PackedStored,
+        names: bytes,
+        local: bytes,
+        salt: str | None,
+    ) -> bool:
+        """Store the blocks of an event: engine hashes and local hashes, equally many, at least one.
+        Returns False if the index refused them, which is counted."""
+        tier, parent, group = event.tier, event.parent_hash, event.group_idx
+        assert tier is not None
+        first = int.from_bytes(names[:8], "little")
         counted = self._is_copy(key, rank, tier, parent, first)
+        is_of_several = group is not None and group != rank.reports.only and counted
+        if is_of_several and group is not None:
+            rank.reports.join(group)
+            if rank.reports.is_following(group, tier << 1, names):
+                rank.reports.leading(group, tier << 1, names)
+                self._count_stored(event.part, 0)
+                return True
         before = self._index.blocks(*key, tier)
-        result = self._index.store_chain(key, tier, parent, event.names, local, counted)
+        result = self._index.store_chain(key, tier, parent, names, local, counted)
         if result is not _STORED:
             self._refuse(result.name.lower())
-            return
-        blocks = len(local) >> 3
+            return False
+        blocks = len(names) >> 3
+        if is_of_several:
+            leading = rank.reports.leading(group, tier << 1, names)
+            if len(leading) < len(names):  # other groups have stored the others before
+                there = {leading[at : at + 8] for at in range(0, len(leading), 8)}
+                each = [names[at : at + 8] for at in range(0, len(names), 8)]
+                following = b"".join([name for name in each if name not in there])
+                self._index.remove_blocks(key, tier, following)
         if tier is _DEVICE:
-            last = int.from_bytes(event.names[-8:], "little")
-            if self._is_announced(key, rank, parent, last, before):
-                rank.announced.append(u64s(blocks).unpack(event.names))
-        self.stored_unlike_prompts += self.is_eagle
+            last = int.from_bytes(names[-8:], "little")
+            if self._is_announced(key, rank, parent, last, blocks, before):
+                rank.announced.append(u64s(blocks).unpack(names))
         self._count_stored(event.part, blocks)
         if salt is not None:
-            hashes = u64s(blocks).unpack(event.names)
+            hashes = u64s(blocks).unpack(names)
             remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
+        return True
 
     def _is_wanted(
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
@@ -314,15 +342,26 @@ class KvIngest:
             return not has_tokens
         return self.block_size % size == 0 and (blocks == 1 or event.tier is not _DEVICE)
 
-    def _store_known(self, key: RankKey, tier: Tier, size: int, hashes: Sequence[int]) -> None:
+    def _store_known(
+        self,
+        key: RankKey,
+        rank: LearnedFacts,
+        event: BlockStored | PackedStored,
+        tier: Tier,
+        hashes: Sequence[int],
+    ) -> None:
         """Apply a stored event to blocks that the rank already holds, without using tokens."""
-        names = u64s(len(hashes)).pack(*hashes)
-        blocks = self._index.store_known(key, tier, names, not self._is_again)
-        if blocks:
+        names, group = u64s(len(hashes)).pack(*hashes), event.group_idx
+        leading = names
+        if group is not None and not self._is_again:
+            rank.reports.join(group)
+            leading = rank.reports.leading(group, tier << 1, names)
+        blocks = self._index.store_known(key, tier, leading, not self._is_again)
+        if blocks or len(leading) < len(names):
             self._count_stored(_WHOLE, blocks)
         else:
-            self._refuse("partial" if size else "unknown_block")
-            self.stored_partial += size > 0 and tier is _DEVICE
+            self._refuse("partial" if event.block_size else "unknown_block")
+            self.stored_partial += event.block_size > 0 and tier is _DEVICE
 
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
@@ -335,11 +374,19 @@ class KvIngest:
         return not self._index.knows(key, tier, first)
 
     def _is_announced(
-        self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
+        self,
+        key: RankKey,
+        rank: LearnedFacts,
+        parent: int | None,
+        last: int,
+        blocks: int,
+        before: int,
     ) -> bool:
-        """Whether a stored event may report a cache hit: it starts a prompt and has no new block.
-        If the batch's next stored event adds new blocks to this prompt, the engine reports cache
-        hits. From then on, returns False, because hits need no `removed` events of their own."""
+        """Whether a stored event may report a cache hit: it has the first blocks of a prompt, more
+        than one, and none of them is new. (A single block may be a prompt that was computed anew:
+        engines compute the last token of a prompt even if they have all of its blocks.) If the
+        batch's next stored event adds new blocks to this prompt, the engine reports cache hits.
+        From then on, returns False, because hits need no `removed` events of their own."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before
@@ -349,8 +396,9 @@ class KvIngest:
             for hashes in rank.announced:
                 self._index.forget_copies(key, hashes)
             rank.announced.clear()
-        rank.announced_end = last if parent is None and not is_new else None
-        return rank.announced_end is not None and not rank.reports_hits
+        is_hit = parent is None and not is_new and blocks > 1
+        rank.announced_end = last if is_hit else None
+        return is_hit and not rank.reports_hits
 
     def _count_stored(self, part: EventPart, blocks: int) -> None:
         if part is _WHOLE or part is EventPart.LAST:
@@ -370,11 +418,8 @@ class KvIngest:
             if event.events:
                 self.counts.skip("removed", reason or "unknown_medium", event.events)
             return
-        removed = self._index.remove(self.worker_id, dp_rank, tier, event.block_hashes)
-        self.counts.removed += event.events
-        self.counts.blocks_removed += removed
-        if rank.salts:
-            self._forget_salts_of((self.worker_id, dp_rank), rank, tier, event.block_hashes)
+        names = u64s(len(event.block_hashes)).pack(*event.block_hashes)
+        self._remove_names((self.worker_id, dp_rank), rank, event, tier, names)
 
     def _remove_packed(self, dp_rank: int, rank: LearnedFacts, event: PackedRemoved) -> None:
         tier = event.tier
@@ -382,13 +427,23 @@ class KvIngest:
         if tier is None or reason is not None:
             self.counts.skip("removed", reason or "unknown_medium", event.events)
             return
-        removed = self._index.remove_blocks((self.worker_id, dp_rank), tier, event.names)
+        self._remove_names((self.worker_id, dp_rank), rank, event, tier, event.names)
+
+    def _remove_names(
+        self,
+        key: RankKey,
+        rank: LearnedFacts,
+        event: BlockRemoved | PackedRemoved,
+        tier: Tier,
+        names: bytes,
+    ) -> None:
+        if event.group_idx is not None and event.group_idx != rank.reports.only:
+            names = rank.reports.leading(event.group_idx, tier << 1 | 1, names)
         self.counts.removed += event.events
-        self.counts.blocks_removed += removed
+        self.counts.blocks_removed += self._index.remove_blocks(key, tier, names)
         if rank.salts:
-            names = event.names
             hashes = u64s(len(names) >> 3).unpack(names)
-            self._forget_salts_of((self.worker_id, dp_rank), rank, tier, hashes)
+            self._forget_salts_of(key, rank, tier, hashes)
 
     def _forget_salts_of(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, hashes: Sequence[int]
@@ -403,6 +458,8 @@ class KvIngest:
         groups = rank.is_prefix_group
         if group_idx in groups or len(groups) < MAX_GROUPS:
             groups[group_idx] = kind in _PREFIX_KINDS
+            if not groups[group_idx]:
+                rank.reports.leave(group_idx)
 
 
 def _objection(

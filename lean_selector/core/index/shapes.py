@@ -5,6 +5,8 @@ from enum import IntEnum
 
 import msgspec
 
+from lean_selector.core.index.kv_groups import GroupReports
+
 
 class Tier(IntEnum):
     """The tier that holds a block. A prompt is matched on the tiers in this order."""
@@ -78,9 +80,10 @@ class LearnedFacts(msgspec.Struct):
     # Whether blocks were copied from a peer that could not say from which batch on to continue. The
     # engine's own replay replaces them; until then, no block needs a second `removed` event.
     is_tentative: bool = False
+    reports: GroupReports = msgspec.field(default_factory=GroupReports)
     # Whether the engine announces blocks that a request finds cached (`kv_cache_report_mode: full`)
     reports_hits: bool = False
-    # In this batch: the last block of an announced prefix, all of whose blocks were held already.
+    # In this batch: the last block of a prefix of several blocks, all of which were held already.
     announced_end: int | None = None
     # Hashes of the newest such prefixes, while it is not known whether the engine announces blocks.
     announced: deque[tuple[int, ...]] = msgspec.field(default_factory=lambda: deque(maxlen=64))

@@ -12,6 +12,7 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import hash_seed, local_hashes
+from lean_selector.core.index import kv_groups
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Matched, Tier
@@ -79,6 +80,106 @@ def test_a_block_with_a_copy_keeps_its_salt_and_its_child_has_it(engine: Engine)
     engine.send(stored([2], X, 1))
     assert engine.hit(P + X) == 0
     assert engine.index.match(local_hashes(P + X, 4, hash_seed(None, "s"))) == {(1, 0): Matched(2)}
+
+
+def test_a_prompt_of_one_block_that_is_computed_again_is_a_copy_whatever_comes_next(
+    engine: Engine,
+) -> None:
+    """No hit is announced here: engines compute the last token of a prompt in any case."""
+    engine.send(stored([1], P))
+    engine.send(stored([1], P), stored([2], X, 1))
+    engine.send(removed(1))
+    assert engine.hit(P + X) == 2
+
+
+def test_an_announced_hit_is_no_copy_from_the_first_that_is_recognized_on(engine: Engine) -> None:
+    engine.send(stored([1, 2], P + X))
+    engine.send(stored([1, 2], P + X), stored([3], Y, 2))
+    engine.send(stored([1, 2], P + X), removed(2))
+    assert engine.hit(P + X) == 1
+
+
+# Groups of full-attention layers
+
+
+def of(group: int, event: Any) -> Any:
+    kind = {"kv_cache_spec_kind": "full_attention"} if event["type"] == "BlockStored" else {}
+    return event | {"group_idx": group} | kind
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("medium", ["GPU", "CPU"])
+def test_a_block_is_held_while_all_groups_have_it(
+    engine: Engine, medium: str, together: bool
+) -> None:
+    def send(*events: Any) -> int:
+        given = [event | {"medium": medium} for event in events]
+        for each in [given] if together else [[event] for event in given]:
+            engine.send(*each)
+        found = engine.match(P + X)
+        return found.device + found.host
+
+    whole = [of(group, stored([1, 2], P + X)) for group in range(3)]
+    assert send(*whole) == 2
+    assert send(of(1, removed(2))) == 1
+    assert send(*whole) == 2  # now group 1 has one of block 2, and the others two
+    assert send(of(0, removed(2))) == 2
+    assert send(of(2, removed(1, 2))) == 2
+    assert send(of(1, removed(2))) == 1
+    assert send(of(2, removed(1))) == 0
+    assert engine.index.is_empty
+    assert send(*whole) == 2
+    engine.send({"type": "AllBlocksCleared"})
+    assert send(*whole, of(0, removed(2))) == 1
+
+
+def test_a_group_that_is_alone_for_long_has_a_copy_for_each_store(engine: Engine) -> None:
+    for _ in range(100):
+        engine.send(of(0, stored([1], P)))
+    engine.send(of(1, stored([2], X, 1)), of(0, stored([2], X, 1)))
+    for _ in range(99):
+        engine.send(of(0, removed(1)))
+    assert engine.hit(P + X) == 2
+    engine.send(of(1, removed(2)), of(0, removed(1)))
+    assert engine.index.is_empty
+
+
+def test_a_group_whose_blocks_do_not_count_after_all_has_no_say(engine: Engine) -> None:
+    engine.send(*(of(group, stored([1], P)) for group in (0, 1)))
+    engine.send(of(1, stored([2], X, 1)) | {"kv_cache_spec_kind": "mamba"}, of(1, removed(1)))
+    engine.send(of(0, stored([1], P)), of(0, removed(1)))
+    assert engine.hit(P) == 1
+
+
+def test_the_blocks_that_only_some_groups_reported_are_bounded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = [of(group, stored([1, 2], P + X)) for group in (0, 1)]
+    engine.send(*both, *both)
+    monkeypatch.setattr(kv_groups, "_MOST_BLOCKS", 1)
+    engine.send(of(0, removed(1, 2)), of(1, removed(1, 2)))
+    assert engine.hit(P + X) == 0  # that group 0 had evicted block 1 was forgotten
+    assert engine.index.blocks(1, 0, Tier.DEVICE) == 1
+
+
+def test_a_chain_of_which_another_group_has_reported_a_part_counts_in_the_other() -> None:
+    engine = Engine()
+    engine.send(of(0, stored([1], P)), of(1, stored([1, 2], P + X)), of(0, stored([2], X, 1)))
+    engine.send(of(1, removed(2)))
+    assert engine.hit(P + X) == 1
+    engine.send(of(1, removed(1)))
+    assert engine.index.is_empty
+
+
+def test_hashes_alone_of_several_groups_are_one_block() -> None:
+    engine = Engine()
+    cpu: dict[str, Any] = {"medium": "CPU", "block_size": 0}
+    engine.send(*(of(group, stored([1], P)) for group in (0, 1)))
+    engine.send(*(of(group, stored([1], [], **cpu)) for group in (0, 1)), of(0, removed(1)))
+    assert engine.match(P) == Matched(0, 1)
+    engine.send(of(1, removed(1, medium="CPU")))
+    assert engine.index.is_empty
+    assert not engine.skipped
 
 
 # Lookahead
