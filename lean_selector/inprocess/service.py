@@ -524,10 +524,10 @@ class SelectionService:
         """Copies the index from the first peer that has a usable dump. Returns False if no peer has
         a usable dump. `peers` are HTTP URLs."""
         self._check_open()
-        running, timeout_s = self._start(), self._config.index.recovery_timeout_s
+        running = self._start()
         core, urls = running.parts.core, texts_of("peers", peers)
         catalog, client = core.selector.catalog, core.peer_client()
-        recovery = Recovery(catalog, core.subscriptions, urls, timeout_s, client)
+        recovery = Recovery(catalog, core.subscriptions, urls, client)
         return await running.in_time(recovery.run)
 
     # -- the end -------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ logger = logging.getLogger("lean_selector.recovery")
 # Recovered blocks without a worker are dropped after this time. Even during a rolling update, a
 # fleet registers within minutes.
 RECOVERED_LIFE_S = 600.0
-# Sources wait at most this long for the recovery. Default of --recovery-timeout-secs.
+# Sources wait at most this long for the recovery.
 MAX_HOLD_S = 10.0
 _LOGGED_PROBLEMS = 10  # problems logged per peer; a broken dump may have millions
 
@@ -116,8 +116,8 @@ class Recovery:
         catalog: Catalog,
         subscriptions: KvSubscriptions,
         peers: Sequence[str],
-        timeout_s: float,
         client: OutboundClient,
+        timeout_s: float = MAX_HOLD_S,
     ) -> None:
         """`timeout_s` limits the total time for fetching the dumps of all `peers`."""
         self._client = client

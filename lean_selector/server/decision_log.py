@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lean_selector.server.selector_parts import SelectorCore
 
 MOST_CANDIDATES = 4
+MOST_BYTES = 512 << 20  # of the file; an older one beside it takes as much
 # After costing candidates for t seconds, do not do so for 100 t: 1 % of the CPU.
 _PAUSES = 100
 _TOGETHER = 64  # lines per hand-over: waking the thread costs more than writing a line
@@ -136,14 +137,15 @@ class DecisionLog(Part):
     def __init__(
         self,
         path: str,
-        most_bytes: int,
         share: float,
         settings: RouterSettings,
         then: LifecycleEvents | None,
         clock: Callable[[], float] = time.monotonic,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
         """`share` is the fraction of requests to log, sampled by request id. `clock` must be the
-        clock that sets `Reservation.touched_at`. Opens the file to append. Raises StartError."""
+        clock that sets `Reservation.touched_at`. At `most_bytes` the file is renamed to PATH.1,
+        replacing an older one. Opens the file to append. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:
@@ -321,8 +323,7 @@ class DecisionLog(Part):
 def selector_log(core: "SelectorCore", path: str) -> DecisionLog:
     """Creates the decision log of a selector, which has no workers yet. Raises StartError."""
     config, ledgers = core.config, core.selector.ledgers
-    flags = config.decisions
-    log = DecisionLog(path, flags.most_mb << 20, flags.share, config.settings, ledgers.events)
+    log = DecisionLog(path, config.decisions.share, config.settings, ledgers.events)
     log.keeps_matches = bool(config.access_logs.places)
     ledgers.events = core.selector.reservations.decisions = log
     return log

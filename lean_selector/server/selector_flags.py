@@ -16,7 +16,6 @@ from lean_selector.core.selection.router_settings import (
     SelectionCacheSettings,
 )
 from lean_selector.core.settings import (
-    DEFAULT_BONUS_BLOCKS,
     DIALECTS,
     EjectionSettings,
     SessionSettings,
@@ -34,7 +33,6 @@ _ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
 # tokenization.
 _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
-_MEGABYTE = 1 << 20
 _POLLS = ("--worker-health-interval-secs",)
 SESSIONS = ("--session-affinity-ttl-secs",)
 _FOUND = ("--discover", "workers")
@@ -256,7 +254,6 @@ class SessionsFlags:
       reservation has ended; unset: sessions are ignored
     mode: hard: always choose the session's rank, however busy; soft: prefer the session's rank; if
       another rank is chosen, the session moves to that rank (default hard)
-    bonus_blocks: with mode soft, cost advantage of the session's rank, in blocks (default 64)
     """
 
     default_mode: ClassVar = "hard"
@@ -264,11 +261,6 @@ class SessionsFlags:
         None, "--session-affinity-ttl-secs", ge=1, le=31_536_000, common=True
     )
     mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity", needs=SESSIONS)
-    bonus_blocks: float | None = flag(None, "--session-affinity-bonus-blocks", ge=0)
-
-    def __post_init__(self) -> None:
-        if self.bonus_blocks is not None and not self.is_soft:
-            raise ValueError("--session-affinity-bonus-blocks requires --session-affinity soft")
 
     @property
     def is_soft(self) -> bool:
@@ -279,8 +271,7 @@ class SessionsFlags:
         """Returns the settings for sessions, or None if sessions are off."""
         if self.ttl_s is None:
             return None
-        bonus = DEFAULT_BONUS_BLOCKS if self.bonus_blocks is None else self.bonus_blocks
-        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.is_soft, bonus_blocks=bonus)
+        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.is_soft)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,16 +279,11 @@ class IndexFlags:
     """The KV index and its events
 
     recover_from: comma-separated HTTP URLs of peers whose KV index (/dump) is copied at start
-    recovery_timeout_s: maximum duration of start-up recovery
-    source_grace_s: warn if, for this long, a worker's KV events endpoint is unreachable or silent,
-      or a replay fails
     device_blocks: maximum device blocks indexed for a rank that does not report total_kv_blocks
     lower_tier_blocks: maximum blocks indexed per rank on each lower tier
     """
 
     recover_from: list[str] = flag([], "--indexer-peers", each=url, common=True)
-    recovery_timeout_s: float = flag(10.0, "--recovery-timeout-secs", ge=0.001)
-    source_grace_s: float = flag(60.0, "--kv-source-grace-secs", ge=0)
     device_blocks: int = flag(DEFAULT_DEVICE_BLOCKS, "--device-blocks-per-rank", ge=1, le=2**40)
     lower_tier_blocks: int = flag(
         DEFAULT_LOWER_TIER_BLOCKS, "--lower-tier-blocks-per-rank", ge=1, le=2**40
@@ -364,29 +350,13 @@ class HealthFlags:
 
     failures: eject a rank temporarily after this many consecutive failed or refused requests; 0:
       never
-    base_s: base ejection time; multiplied by the number of consecutive ejections
-    longest_s: maximum ejection time
-    most_percent: maximum percentage of a model's ranks that are ejected; may be exceeded while only
-      one worker's ranks are ejected
     interval_s: interval of HTTP health checks of every worker; unset: no health checks
     path: path of the health check at the worker's endpoint; any 2xx is healthy
-    timeout_s: timeout of a health check
-    failed_polls: give a worker no requests after this many consecutive failed health checks, until
-      one succeeds
     """
 
     failures: int = flag(_EJECTION.failures, "--worker-ejection-failures", ge=0, le=2**31)
-    base_s: float = flag(_EJECTION.base_s, "--worker-ejection-secs", ge=0.001)
-    longest_s: float = flag(_EJECTION.longest_s, "--worker-ejection-max-secs", ge=0.001)
-    most_percent: float = flag(
-        _EJECTION.most_percent, "--worker-ejection-max-percent", ge=0, le=100
-    )
     interval_s: float | None = flag(None, "--worker-health-interval-secs", ge=0.01)
     path: str = flag("/health", "--worker-health-path", each=_url_path, needs=_POLLS)
-    timeout_s: float = flag(2.0, "--worker-health-timeout-secs", ge=0.001, needs=_POLLS)
-    failed_polls: int = flag(
-        _EJECTION.failed_polls, "--worker-health-failures", ge=1, le=2**31, needs=_POLLS
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,22 +365,16 @@ class PromptsFlags:
 
     mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
-    memory_mb: maximum memory for the known tokens of earlier prompts, in MiB
     ask_from_bytes: tokenize a prompt if at least this many bytes follow the part seen before;
       `none`: never; unset: 0, but with learn (gateway) 16384 where answers contain token ids
-    ask_timeout_s: how long to wait for a prompt's tokens; after that, only known blocks are matched
     passes_engine_fields: let clients set the fields by which engines speak to each other, such as
       kv_transfer_params, which can end an engine's process
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)
     tokenizer: str | None = flag(None, "--prompts-tokenizer", each=path)
-    memory_mb: int = flag(128, "--prompts-memory-mb", ge=1, le=1 << 20, needs=("--prompts",))
     ask_from_bytes: int | None = flag(
         None, "--prompts-tokenize-from", each=_bytes, needs=("--prompts",)
-    )
-    ask_timeout_s: float = flag(
-        2.0, "--prompts-tokenize-timeout-secs", ge=0.001, needs=("--prompts",)
     )
     passes_engine_fields: bool = flag(False, "--pass-engine-fields", needs=("--prompts",))
 
@@ -436,7 +400,6 @@ class PromptsFlags:
             PromptSettings,
             self,
             mode=Mode(self.mode),
-            memory_bytes=self.memory_mb * _MEGABYTE,
             ask_from_bytes=from_bytes,
             render_from_bytes=self.ask_from_bytes or 0,
         )
@@ -474,12 +437,10 @@ class DecisionLogFlags:
 
     path: append a line per request to this file, for lean-selector simulate and replay; a line has
       lengths, times, hashes and the choice, but no text
-    most_mb: at this size, in MiB, rename the file to PATH.1, replacing an older PATH.1
     share: fraction of requests that are logged, sampled by id
     """
 
     path: str | None = flag(None, "--decision-log", each=path)
-    most_mb: int = flag(512, "--decision-log-mb", ge=1, needs=("--decision-log",))
     share: float = flag(1.0, "--decision-log-share", ge=0.0, le=1.0, needs=("--decision-log",))
 
 

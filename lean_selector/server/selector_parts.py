@@ -57,7 +57,7 @@ class SelectorCore(Part):
             engine_keys = engine_client_keys(config.engine_keys)
         self.links = Links(context, allowed=self.allowed, engine_keys=engine_keys)
         self.resolve = self.links.resolver.resolve
-        self.subscriptions = KvSubscriptions(self.links, config.index.source_grace_s)
+        self.subscriptions = KvSubscriptions(self.links)
         self.state = ServiceState()
         sweeps = IndexSweeps()
         self.selector = Selector(
@@ -184,9 +184,8 @@ class StartRecovery(Part):
         self._state = core.state
         self._state.is_recovering = True
         core.subscriptions.hold()
-        timeout_s, client = core.config.index.recovery_timeout_s, core.peer_client()
         catalog = core.selector.catalog
-        self._recovery = Recovery(catalog, core.subscriptions, peers, timeout_s, client)
+        self._recovery = Recovery(catalog, core.subscriptions, peers, core.peer_client())
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -80,7 +80,6 @@ class SelectorParts(Parts):
                 random.Random(),
                 interval_s=config.health.interval_s,
                 path=config.health.path,
-                timeout_s=config.health.timeout_s,
             )
             core.subscriptions.on_lost = self.add(polls).soon
         if config.discover.targets or config.replica.discover:

@@ -151,11 +151,9 @@ class StateFlags:
 
     path: save workers, thresholds, peers and live reservations in this directory, and restore them
       at start
-    interval_s: interval at which changed live reservations are written
     """
 
     path: str | None = flag(None, "--state-dir", each=path, common=True)
-    interval_s: float = flag(1.0, "--state-interval-secs", ge=0.05, le=3600, needs=("--state-dir",))
 
 
 @dataclass(frozen=True, kw_only=True)

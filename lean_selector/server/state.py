@@ -457,7 +457,7 @@ def _kept(
         0 if replication is None else replication.router_id,
         (lambda: 0) if replication is None else (lambda: replication.sync.sequence),
     )
-    persister = Persister(directory, contents, lives, config.state.interval_s, on_fault)
+    persister = Persister(directory, contents, lives, on_fault)
     persister.restored, persister.dropped = booked, dropped
     persister.begin_with(fault)
     return persister

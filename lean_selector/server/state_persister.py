@@ -67,6 +67,7 @@ STEPS: Final = 32  # reservations between checks of the clock: 50 us
 # Maximum share of a core for saving reservations. If a snapshot takes a larger share of the
 # interval, the next one is delayed.
 SHARE: Final = 0.03
+INTERVAL_S: Final = 1.0  # between two writes of live reservations
 RETRY_S: Final = 1.0  # after a failure
 # If the disk accepts nothing for this long, waiting calls treat it as failed.
 HANGS_AFTER_S: Final = 5.0
@@ -92,8 +93,8 @@ class Persister(Part):
         directory: StateDirectory,
         catalog: Contents,
         bookings: LiveBookings,
-        interval_s: float,
         on_fault: Callable[[str | None], None],
+        interval_s: float = INTERVAL_S,
     ) -> None:
         self._directory = directory
         self._catalog = catalog

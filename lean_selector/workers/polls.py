@@ -18,6 +18,7 @@ from lean_selector.tasks import watched
 
 MOST_AT_ONCE: Final = 64
 JITTER: Final = 0.1  # fraction of the interval, in either direction
+TIMEOUT_S: Final = 2.0
 _MOST_BYTES: Final = 1 << 20
 _LONGEST_FAULT: Final = 200
 
@@ -32,7 +33,7 @@ class WorkerPolls(Part):
     rng: random.Random
     interval_s: float
     path: str
-    timeout_s: float  # for a whole response
+    timeout_s: float = TIMEOUT_S  # for a whole response
 
     def __post_init__(self) -> None:
         self._revision = -1  # revision of the catalog when `_next` was updated

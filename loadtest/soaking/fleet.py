@@ -312,7 +312,7 @@ class Fleet:
             command += ["--active-decode-blocks-threshold", str(SHED_ABOVE)]
         if at == 0:
             peers.append(f"tcp://127.0.0.1:{self.rogue_peer}")
-            command += ["--uds", self.uds, "--kv-source-grace-secs", "5", "--prompts", "tokenize"]
+            command += ["--uds", self.uds, "--prompts", "tokenize"]
             if self._preload:
                 command += ["--discover", "dns:discovered.soak:9"]
             command += ["--state-dir", f"{self.folder}/state"]

@@ -117,7 +117,7 @@ class Peers:
 def recovered(text: bytes) -> Peers:
     async def recover() -> Peers:
         replica = Peers()
-        of = Recovery(cast(Any, replica), cast(Any, replica), (), 1.0, cast(Any, None))
+        of = Recovery(cast(Any, replica), cast(Any, replica), (), cast(Any, None))
         for dumped, ranks in await of._read("peer", *dumps.split_dump(text)):
             await of._apply(dumped, ranks)
         return replica

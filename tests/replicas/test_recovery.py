@@ -30,6 +30,7 @@ from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.replaying_engine import BLOCK_SIZE as SIZE
 from tests.support.replaying_engine import SERVED, Engine
 from tests.support.running_service import DEADLINE_S, RunningService, free_port
+from tests.support.tuned import TUNED
 
 KEY = ("m", "t")
 LONG_S = 3600.0  # never over; a test that waits for it has failed long before
@@ -142,7 +143,7 @@ class Service:
 
     def recovery(self, *peers: str, timeout_s: float = DEADLINE_S) -> Recovery:
         client = OutboundClient(Resolver().resolve)
-        return Recovery(self.catalog, self.subscriptions, peers, timeout_s, client)
+        return Recovery(self.catalog, self.subscriptions, peers, client, timeout_s)
 
 
 @asynccontextmanager
@@ -642,8 +643,7 @@ async def test_what_was_unknown_to_the_peer_is_unknown_here(of: Service) -> None
 def test_while_it_recovers_the_service_is_up_and_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hanging:
         peer = f"http://127.0.0.1:{hanging.getsockname()[1]}"
-        flags = ("--indexer-peers", peer, "--recovery-timeout-secs", "3600")
-        with RunningService(*flags) as running:
+        with RunningService("--indexer-peers", peer, module=TUNED) as running:
             status, body = running.get("/ready")
             assert (status, body["recovering"]) == (503, True)
             assert running.get("/dump")[0] == 503

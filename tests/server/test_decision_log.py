@@ -83,7 +83,7 @@ class LoggedSelector(DrivenSelector):
 
     def __init__(self, path: Path, most_bytes: int = 1 << 20, share: float = 1.0) -> None:
         self.at = 0.0
-        log = DecisionLog(str(path), most_bytes, share, RouterSettings(), None, lambda: self.at)
+        log = DecisionLog(str(path), share, RouterSettings(), None, lambda: self.at, most_bytes)
         super().__init__(decisions=log)
         self.log = log
         self.selector.ledgers.events = log
@@ -215,4 +215,4 @@ def test_a_line_of_an_access_log_tells_who_served_a_request(tmp_path: Path) -> N
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError):
-        DecisionLog(str(tmp_path / "none" / "t"), 1, 1.0, RouterSettings(), None)
+        DecisionLog(str(tmp_path / "none" / "t"), 1.0, RouterSettings(), None)

@@ -1,5 +1,6 @@
 """Flags that need or exclude each other, and values that mean more than they say."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -8,11 +9,12 @@ import pytest
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.server.flags import fields_of
+from lean_selector.server.flags import DROPPED, Config, fields_of
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import SelectorConfig
+from lean_selector.server.service_flags import TrackerConfig
 from tests.gateway.test_prompts import Workers
 from tests.support.configured import configured, refusal
 
@@ -23,6 +25,26 @@ def gateway(words: str) -> GatewayConfig:
 
 def selector(words: str) -> SelectorConfig:
     return configured(SelectorConfig, words.split())
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("of", [SelectorConfig, GatewayConfig, TrackerConfig])
+def test_a_removed_flag_is_refused_with_what_holds_instead(
+    name: str, of: type[Config], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"{name.removeprefix('--')} = 1\n")
+    for argv in ([name, "1"], [f"{name}=1"], ["--port", "1", "--config", str(file)]):
+        said = refusal(capsys, of, argv)
+        assert name.removeprefix("--") in said
+        assert said.endswith(f"removed: {DROPPED[name]}")
+
+
+def test_no_removed_flag_is_left_and_what_is_named_instead_exists() -> None:
+    flags = {each.flag.name for each in fields_of(GatewayConfig)}
+    named = {word for said in DROPPED.values() for word in re.findall(r"--[a-z-]+", said)}
+    assert not flags & DROPPED.keys()
+    assert named <= flags
 
 
 @pytest.mark.parametrize(
@@ -150,17 +172,10 @@ def settings_of(config: SelectorConfig) -> PromptSettings:
 def test_each_way_in_has_its_default() -> None:
     learning = settings_of(gateway("http://a"))
     assert (learning.mode, learning.ask_from_bytes) == (Mode.LEARN, 16_384)
-    assert learning.memory_bytes == 128 << 20
     assert selector("").prompts.settings is None
     tokenizing = settings_of(selector("--prompts tokenize"))
     assert (tokenizing.mode, tokenizing.ask_from_bytes) == (Mode.TOKENIZE, 0)
-    given = settings_of(
-        gateway(
-            "http://a --prompts tokenize --prompts-memory-mb 2 --prompts-tokenize-from none"
-            " --prompts-tokenize-timeout-secs 0.5"
-        )
-    )
-    assert (given.memory_bytes, given.ask_timeout_s) == (2 << 20, 0.5)
+    given = settings_of(gateway("http://a --prompts tokenize --prompts-tokenize-from none"))
     assert given.ask_from_bytes > 1 << 30
 
 

@@ -114,7 +114,7 @@ class Kept:
         self.disk.take()
         bookings = lives(lambda: [self.target], 7, lambda: 0)
         self.persister = Persister(
-            self.disk, self.catalog, bookings, interval_s, self.faults.append
+            self.disk, self.catalog, bookings, self.faults.append, interval_s
         )
         self.persister.begin_with(None)
         self.persister.start()

@@ -13,8 +13,6 @@ from tests.support.running_service import DEADLINE_S, RunningService, free_port,
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 TRACKER = "lean_selector.slot_tracker"
-QUICK = ("--state-interval-secs", "0.05")
-SLOW = ("--state-interval-secs", "3600")  # what lives is written when it stops
 
 
 def selector(path: Path, *flags: str) -> RunningService:
@@ -44,7 +42,7 @@ def kill(service: RunningService) -> None:
 def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
     own, peer, dropped, added = (f"tcp://127.0.0.1:{free_port()}" for _ in range(4))
     sync = ("--replica-sync-bind", own, "--replica-sync-peers", f"{peer},{dropped}")
-    with selector(tmp_path, *QUICK, *sync) as service:
+    with selector(tmp_path, *sync) as service:
         for worker_id in (1, 2, 3):
             service.add_worker(worker_id, model_name="m", taints=["b", "a"])
         assert service.post("/replica_sync/register_peer", {"endpoint": added})[0] == 201
@@ -72,7 +70,7 @@ def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
 def test_a_killed_slot_tracker_knows_what_it_answered(tmp_path: Path) -> None:
     row = {"model_name": "m", "worker_id": 7, "dp_start": 0, "dp_size": 2, "block_size": 16}
     add = {"model_name": "m", "request_id": "r", "worker_id": 7, "dp_rank": 1}
-    flags = ("--state-dir", str(tmp_path), *QUICK)
+    flags = ("--state-dir", str(tmp_path))
     with RunningService(*flags, module=TRACKER) as service:
         assert service.post("/register", row)[0] == 201
         assert service.post("/register", {**row, "worker_id": 8})[0] == 201
@@ -98,7 +96,7 @@ def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live
     with other:
         sync = ("--replica-sync-bind", ends[0], "--replica-sync-peers", ends[1])
         catch_up = ("--replica-sync-catch-up", f"http://127.0.0.1:{other.port}")
-        with selector(tmp_path, *SLOW, *sync, *catch_up) as service:
+        with selector(tmp_path, *sync, *catch_up) as service:
             for each in (service, other):
                 each.add_worker()
             wait_until(lambda: hears(other, service), "it is heard")
@@ -131,7 +129,7 @@ def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None
         RunningService(*mesh(ends[2]), env=NO_EVENTS) as third,
     ):
         urls = ",".join(f"http://127.0.0.1:{each.port}" for each in (second, third))
-        flags = ("--state-dir", str(tmp_path), *QUICK, "--replica-sync-catch-up", urls)
+        flags = ("--state-dir", str(tmp_path), "--replica-sync-catch-up", urls)
         with RunningService(*flags, *mesh(ends[0]), env=NO_EVENTS) as service:
             for each in (service, second, third):
                 each.add_worker()
@@ -181,7 +179,7 @@ class Half:
 
 
 def test_what_changes_while_it_drains_is_kept(tmp_path: Path) -> None:
-    with selector(tmp_path, *SLOW, "--drain-secs", "3600") as service:
+    with selector(tmp_path, "--drain-secs", "3600") as service:
         for worker_id in (1, 2):
             service.add_worker(worker_id)
         for reservation_id in ("r", "s"):
@@ -210,7 +208,7 @@ def fault(service: RunningService) -> str | None:
 
 def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_path: Path) -> None:
     state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
-    with selector(state, *QUICK) as service:
+    with selector(state) as service:
         service.add_worker(model_name="m")
         assert fault(service) is None
         state.rename(elsewhere)

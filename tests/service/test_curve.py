@@ -10,6 +10,7 @@ from lean_selector.publisher import KvEventPublisher
 from tests.support.key_files import KeyFiles
 from tests.support.replica_member import BOOKED, IDLE, Member
 from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.tuned import TUNED
 
 BLOCK_SIZE = 4
 TOKENS = [11, 12, 13, 14]
@@ -56,10 +57,9 @@ def test_engines_are_heard_with_right_keys_and_of_another_it_is_told_why(tmp_pat
     flags = (
         *("--kv-events-curve-server-keys-file", them),
         *("--kv-events-curve-secret-key-file", keys.secret("selector")),
-        *("--kv-source-grace-secs", "0"),
     )
     with (
-        RunningService(*flags) as service,
+        RunningService(*flags, module=TUNED) as service,
         engine(keys.secret("engine"), us) as right,
         engine() as plain,
     ):

@@ -11,6 +11,7 @@ import pytest
 from lean_selector.publisher import REPLAY_BATCHES, KvEventPublisher
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.tuned import TUNED
 
 BLOCK = 16
 
@@ -68,7 +69,7 @@ def fleet() -> Iterator[RunningService]:
             stack.enter_context(publisher(32 if lie == "mismatched" else BLOCK, lie != "mute"))
             for lie in ("mismatched", "silent", "mute", "lame", "partial", "well", "quiet")
         )
-        service = stack.enter_context(RunningService("--kv-source-grace-secs", "0"))
+        service = stack.enter_context(RunningService(module=TUNED))
         store(mismatched, 3)
         store(partial, REPLAY_BATCHES + 5)
         store(well, 3)

@@ -49,8 +49,7 @@ def let_it_tick(service: RunningService) -> None:
 
 
 def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> None:
-    flags = ("--active-prefill-tokens-threshold", "0", "--worker-ejection-max-percent", "100")
-    with start(*flags) as service:
+    with start("--active-prefill-tokens-threshold", "0") as service:
 
         def after(method: str, path: str, body: object = None) -> int:
             """The status of a request, after whose effects the log was looked at."""

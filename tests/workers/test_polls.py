@@ -9,11 +9,12 @@ import pytest
 
 from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.publisher import KvEventPublisher
-from tests.client.fleet import Fleet
+from tests.client.fleet import NO_EVENTS, Fleet
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_service import RunningService, wait_until
+from tests.support.tuned import TUNED
 
-FLAGS = ("--worker-health-interval-secs", "0.05", "--worker-health-failures", "2")
+FLAGS = ("--worker-health-interval-secs", "0.05")
 
 
 class Engine(FakeEngine):
@@ -37,10 +38,12 @@ class Engine(FakeEngine):
 
 
 @contextlib.contextmanager
-def two_engines(*flags: str) -> Iterator[tuple[Fleet, Engine, Engine]]:
+def two_engines(
+    *flags: str, service: RunningService | None = None
+) -> Iterator[tuple[Fleet, Engine, Engine]]:
     engines = Engine(), Engine()
     try:
-        with Fleet(0, *FLAGS, *flags) as fleet:
+        with Fleet(0, *FLAGS, *flags, service=service) as fleet:
             for number, engine in enumerate(engines, 1):
                 fleet.register(number, f"{engine.url}/v1")
             yield fleet, *engines
@@ -68,7 +71,7 @@ def test_a_worker_that_says_it_is_not_well_is_ejected_until_it_says_it_is() -> N
         for status in (500, 503, 404, 301):
             sick.status = status
             becomes(fleet, 1, "ejected")
-            assert "2 consecutive polls failed" in reason(fleet, 1)
+            assert "3 consecutive polls failed" in reason(fleet, 1)
             assert f"status {status}" in reason(fleet, 1)
             assert health(fleet, 2)["state"] == "in_service"
             sick.status = 200
@@ -77,19 +80,20 @@ def test_a_worker_that_says_it_is_not_well_is_ejected_until_it_says_it_is() -> N
 
 
 def test_a_worker_that_does_not_answer_in_time_is_ejected() -> None:
-    with two_engines("--worker-health-timeout-secs", "0.1") as (fleet, mute, _):
+    tuned = RunningService(*FLAGS, module=TUNED, env=NO_EVENTS)
+    with tuned as service, two_engines(service=service) as (fleet, mute, _):
         mute.status = 0
         becomes(fleet, 1, "ejected")
         assert "no answer in 0.1 s" in reason(fleet, 1)
 
 
 def test_a_worker_that_is_gone_is_ejected_and_one_that_was_refused_is_back_at_a_poll() -> None:
-    with two_engines("--worker-ejection-max-percent", "100") as (fleet, gone, _):
-        gone.close()
-        becomes(fleet, 1, "ejected")
+    with two_engines() as (fleet, gone, _):
         for _ in range(3):
             fleet.service.post("/workers/2/report", {"outcome": "refused"})
-        becomes(fleet, 2, "probation")  # all were out, and this one answers
+        becomes(fleet, 2, "probation")  # it was out, and answers
+        gone.close()
+        becomes(fleet, 1, "ejected")
 
 
 def test_workers_that_come_and_go_are_polled_and_no_longer() -> None:
