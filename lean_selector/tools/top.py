@@ -9,6 +9,8 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import accumulate, takewhile
+from textwrap import wrap
 from typing import Final, TextIO
 
 import uvloop
@@ -20,17 +22,19 @@ from lean_selector.service.judgements import Level
 from lean_selector.tools.check import add_selector_arguments, patience, selector_credentials
 from lean_selector.tools.check_questions import AskedSelector, NotASelector
 from lean_selector.wire.findings import Finding
-from lean_selector.wire.fleet import Fleet, FleetRank
+from lean_selector.wire.fleet import Fleet, FleetRank, FleetWorker
 
 _LEVELS: Final = (Level.ERROR, Level.WARNING, Level.NOTE, Level.OK)
 _COLOURS: Final = {Level.ERROR: "\x1b[31m", Level.WARNING: "\x1b[33m"}
 _PLAIN: Final = "\x1b[0m"
 _SUBJECT: Final = re.compile(r"worker (\d+)(?: rank (\d+))?")
-_HEAD: Final = (
-    f"{'worker':>12} {'state':<12} {'waiting':>9} {'requests':>8} {'blocks':>16} {'hits':>5}"
-    f" {'ttft':>8} {'events':<12} "
+# Heading, and whether its column holds numbers; the endpoint's is as wide as the longest.
+_COLUMNS: Final = (
+    *(("worker", False), ("endpoint", False), ("state", False), ("prefill", True)),
+    *(("requests", True), ("blocks", True), ("cached", True), ("ttft", True), ("events", False)),
 )
-_BAR: Final = 9
+_WIDEST: Final = 160  # of a sentence, in characters
+_INDENT: Final = 4  # of what is wrong with a rank, below its row
 _PATIENCE_S: Final = 10.0
 _HIDE_CURSOR: Final = "\x1b[?25l"
 _SHOW_CURSOR: Final = "\x1b[?25h"
@@ -92,55 +96,81 @@ def drawing(
     """Returns the fleet as lines of at most `columns` characters. If `lines` is given, there are at
     most `lines` - 1. Hit rates and TTFTs count the requests since the earlier state `before`."""
     worst = verdicts(fleet.findings)
-    blocks = {worker.worker_id: worker.total_kv_blocks for worker in fleet.workers}
-    most = max((rank.prefill_tokens for rank in fleet.ranks), default=0) or 1
-    rows: list[tuple[tuple[int, int, int, int], str, str]] = []
+    workers = {worker.worker_id: worker for worker in fleet.workers}
+    rows: list[tuple[tuple[int, int, int, int], str, list[str], str]] = []
     for rank in fleet.ranks:
         of_worker, of_rank = worst.get((rank.worker_id, None)), worst.get((*_key(rank),))
         both = [each for each in (of_rank, of_worker) if each is not None]
         finding = min(both, key=lambda each: _LEVELS.index(each.level), default=None)
         level = level_of(rank, finding)
-        text = _row(rank, before.get(_key(rank)), blocks.get(rank.worker_id), most)
-        text += "" if finding is None else printed(finding.what)
+        cells = _cells(rank, before.get(_key(rank)), workers.get(rank.worker_id))
         place = _LEVELS.index(level), -rank.prefill_tokens, *_key(rank)
-        rows.append((place, level, text[:columns]))
+        rows.append((place, level, cells, "" if finding is None else printed(finding.what)))
     rows.sort()
     able = sum(rank.state in ("in_service", "probation") for rank in fleet.ranks)
     waiting = sum(model.pending_count for model in fleet.models)
     asked, found, _, _ = _sums(fleet.ranks, before)
-    head = [
+    widths = [
+        max([len(name), *(len(cells[at]) for _, _, cells, _ in rows)])
+        for at, (name, _) in enumerate(_COLUMNS)
+    ]
+    texts = [
         f"{able} of {len(fleet.ranks)} ranks can be chosen, "
         f"{sum(rank.requests for rank in fleet.ranks)} requests, {waiting} waiting, "
-        f"{_share(found, asked).strip()} of prompt tokens cached",
+        f"{_share(found, asked)} of prompt tokens cached",
         *(
             f"{finding.level}: {printed(finding.subject)}: {printed(finding.what)}"
             for finding in fleet.findings
             if _SUBJECT.fullmatch(finding.subject) is None
         ),
-        "",
-        _HEAD.rstrip(),
     ]
-    if lines is not None and len(head) + len(rows) > lines - 1:
-        kept = max(0, lines - len(head) - 2)
-        more = f"... and {len(rows) - kept} more ranks"[:columns]
-        rows = [*rows[:kept], ((0, 0, 0, 0), Level.OK, more)]
+    head = [line for text in texts for line in wrap(text, min(columns, _WIDEST))]
+    head += ["", _row([name for name, _ in _COLUMNS], widths)]
     body = [
-        f"{_COLOURS[level]}{text}{_PLAIN}" if colours and level in _COLOURS else text
-        for _, level, text in rows
+        [(level, line[:columns]) for line in [_row(cells, widths), *_below(what, columns)]]
+        for _, level, cells, what in rows
     ]
-    return [*(line[:columns] for line in head), *body][: None if lines is None else lines - 1]
+    room = sys.maxsize if lines is None else lines - 1 - len(head)
+    kept = list(takewhile(lambda used: used <= room, accumulate(map(len, body))))
+    if len(kept) < len(body):  # the last line tells how many are missing
+        kept = [used for used in kept if used < room]
+        body[len(kept) :] = [[(Level.OK, f"... and {len(body) - len(kept)} more ranks"[:columns])]]
+    drawn = [
+        f"{_COLOURS[level]}{text}{_PLAIN}" if colours and level in _COLOURS else text
+        for each in body
+        for level, text in each
+    ]
+    return [*(line[:columns] for line in head), *drawn][: None if lines is None else lines - 1]
 
 
-def _row(rank: FleetRank, before: FleetRank | None, total: int | None, most: int) -> str:
+def _below(what: str, columns: int) -> list[str]:
+    margin = " " * _INDENT
+    width = max(min(columns, _WIDEST), 2 * _INDENT)
+    return wrap(what, width, initial_indent=margin, subsequent_indent=margin)
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(
+        f"{cell:>{width}}" if is_number else f"{cell:<{width}}"
+        for cell, width, (_, is_number) in zip(cells, widths, _COLUMNS, strict=True)
+    ).rstrip()
+
+
+def _cells(rank: FleetRank, before: FleetRank | None, worker: FleetWorker | None) -> list[str]:
     asked, found, ttft_s, ttft_count = _sums([rank], {} if before is None else {_key(rank): before})
-    name = str(rank.worker_id) + (f"/{rank.dp_rank}" if rank.dp_rank else "")
-    held = f"{rank.cached_blocks}" + (f"/{total}" if total else "")
-    ttft = f"{1e3 * ttft_s / ttft_count:.0f} ms" if ttft_count else "-"
-    bar = "#" * round(_BAR * rank.prefill_tokens / most) if rank.prefill_tokens else ""
-    return (
-        f"{name:>12} {rank.state:<12} {rank.prefill_tokens:>9} {rank.requests:>8} {held:>16}"
-        f" {_share(found, asked)} {ttft:>8} {rank.source or '-':<12} {bar:<{_BAR}} "
-    )
+    total = None if worker is None else worker.total_kv_blocks
+    endpoint = "-" if worker is None else worker.endpoint or "-"
+    return [
+        str(rank.worker_id) + (f"/{rank.dp_rank}" if rank.dp_rank else ""),
+        printed(endpoint.removeprefix("http://")),
+        rank.state,
+        f"{rank.prefill_tokens}",
+        f"{rank.requests}",
+        f"{rank.cached_blocks}" + (f"/{total}" if total else ""),
+        _share(found, asked),
+        f"{1e3 * ttft_s / ttft_count:.0f} ms" if ttft_count else "-",
+        rank.source or "-",
+    ]
 
 
 def _sums(
@@ -165,7 +195,7 @@ def _total(ranks: Sequence[FleetRank]) -> tuple[int, int, float, int]:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part / whole:>5.0%}" if whole else f"{'-':>5}"
+    return f"{part / whole:.0%}" if whole else "-"
 
 
 def _key(rank: FleetRank) -> RankKey:

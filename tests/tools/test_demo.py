@@ -76,7 +76,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -
                 screen += os.read(terminal, 65_536)
             except OSError:  # the other side has closed it
                 break
-        if not asked and screen.count(b"worker state") >= 3:
+        if not asked and screen.count(b"worker  endpoint") >= 3:
             services = children(pid)
             os.write(terminal, b"\x03")
             asked = True

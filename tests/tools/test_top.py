@@ -33,7 +33,7 @@ def fleet(*ranks: FleetRank, findings: tuple[Finding, ...] = ()) -> Fleet:
 
 def first_words(lines: list[str]) -> list[str]:
     head = next(at for at, line in enumerate(lines) if line.split()[:1] == ["worker"])
-    return [line.split()[0] for line in lines[head + 1 :]]
+    return [line.split()[0] for line in lines[head + 1 :] if not line.startswith(" ")]
 
 
 def test_the_worst_ranks_come_first_then_those_with_most_to_do() -> None:
@@ -43,18 +43,30 @@ def test_the_worst_ranks_come_first_then_those_with_most_to_do() -> None:
         Finding(Level.ERROR, "worker 5 rank 0", "unreachable"),
     )
     ranks = [rank(1), rank(2, prefill_tokens=9), rank(3), rank(4), rank(5), rank(6, "ejected")]
-    lines = drawing(fleet(*ranks, findings=found), {}, 200, None, colours=True)
-    assert first_words(lines) == ["\x1b[31m", "\x1b[31m", "\x1b[33m", "2", "1", "4"]
-    assert [line.split()[1] for line in lines[-6:-3]] == ["5", "6", "3"]
-    assert "unreachable" in lines[-6]
+    lines = drawing(fleet(*ranks, findings=found), {}, 110, None, colours=True)
+    assert [line.split()[0] for line in lines[3:]] == [
+        *("\x1b[31m5", "\x1b[31m", "\x1b[31m6", "\x1b[33m3", "\x1b[33m", "2", "1", "4", "silent")
+    ]
+    assert "unreachable" in lines[4]
+    assert "no replay" in lines[7]
+
+
+def test_endpoints_are_shown_and_nothing_is_cut_at_110_columns() -> None:
+    what = "its replay endpoint does not answer, " * 5
+    found = Finding(Level.ERROR, "worker 7", what)
+    busy = rank(7, "unschedulable", prefill_tokens=1_234_567, requests=1234, cached_blocks=99_999)
+    lines = drawing(fleet(rank(10**18), busy, findings=(found,)), {}, 110, None, colours=False)
+    assert max(map(len, lines)) <= 110
+    assert "7                    w         unschedulable  1234567      1234  99999/100" in lines[3]
+    assert " ".join(" ".join(lines[4:-1]).split()) == what.strip()
 
 
 def test_shares_are_since_the_first_look_or_ever() -> None:
     before = rank(1, prompt_tokens=100, overlap_tokens=0)
     now = rank(1, prompt_tokens=200, overlap_tokens=80)
-    assert " 40% " in drawing(fleet(now), {}, 200, None, colours=False)[-1]
-    assert " 80% " in drawing(fleet(now), {(1, 0): before}, 200, None, colours=False)[-1]
-    assert " 40% " in drawing(fleet(now), {(1, 0): now}, 200, None, colours=False)[-1]
+    assert "  40%  " in drawing(fleet(now), {}, 200, None, colours=False)[-1]
+    assert "  80%  " in drawing(fleet(now), {(1, 0): before}, 200, None, colours=False)[-1]
+    assert "  40%  " in drawing(fleet(now), {(1, 0): now}, 200, None, colours=False)[-1]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (20, 5), (200, 60)])
@@ -89,7 +101,7 @@ def test_on_a_pipe_it_prints_all_ranks_once_and_on_a_terminal_it_draws(tmp_path:
         ours, its = pty.openpty()
         with subprocess.Popen(command, stdout=its, stderr=its) as process:
             drawn = b""
-            while b"worker" not in drawn or b" 8 " not in drawn:
+            while b"worker" not in drawn or b"\n8 " not in drawn:
                 drawn += os.read(ours, 4096)
             process.terminate()
         os.close(ours)
