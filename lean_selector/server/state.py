@@ -1,13 +1,12 @@
 """The saved state of a service: written to `--state-dir`, restored at start. Imported only with
-this flag.
+this flag. A file that cannot be read is moved aside, and does not prevent the start."""
 
-The file `catalog` is a JSON object with one line per worker. A file that cannot be read is moved
-aside, and does not prevent the start."""
-
+import contextlib
 import errno
 import logging
+import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
@@ -24,7 +23,6 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.host import StartError, os_reason
-from lean_selector.server.replication import Replication
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.server.state_files import (
     CATALOG,
@@ -43,45 +41,49 @@ from lean_selector.wire.discovery_states import KeptWorker
 from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
 
 if TYPE_CHECKING:
+    from lean_selector.server.replication import Replication
     from lean_selector.server.selector_parts import SelectorCore
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.roster import Roster
 
 # -- the file --------------------------------------------------------------------------------------
 
+log = logging.getLogger("lean_selector.state")
+
 T = TypeVar("T")
 
+_MOST_LOGGED = 10
+UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 _encode = msgspec.json.Encoder().encode
 _decode_file = msgspec.json.Decoder(CatalogFile).decode
-_NO_WORKERS = b"[]}"
 
 
-def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """Encodes the file `catalog` from `head`, which has no workers, and the encoded `workers`."""
-    text = _encode(head)
-    assert text.endswith(_NO_WORKERS)
-    return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
+@dataclass
+class Restoring:
+    """Restores what can be restored."""
 
+    unfit: int = 0  # how much could not be
 
-def read_catalog(text: bytes) -> CatalogFile:
-    """Parses the file `catalog`. Raises Damaged if invalid, or if another release wrote it."""
-    try:
-        return _decode_file(text)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(str(error)) from None
-
-
-def read_rows(
-    rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
-) -> list[T]:
-    """Decodes a state file's workers. Adds an error text to `problems` for each invalid worker."""
-    found: list[T] = []
-    for row in rows:
+    @contextlib.contextmanager
+    def trying(self, what: str) -> Iterator[None]:
+        """Logs why `what` could not be restored. The rest of the state is restored without it."""
         try:
-            found.append(decode(bytes(row)))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            problems.append(f"a worker: {error}")
-    return found
+            yield
+        except (SelectorError, BadSnapshot, *UNREADABLE) as error:
+            self.unfit += 1
+            if self.unfit > _MOST_LOGGED:
+                return
+            reason = error.message if isinstance(error, SelectorError) else str(error)
+            fields = {"of": what, "reason": reason}
+            log.warning("some of the state could not be restored", extra=fields)
+
+    def rows(self, rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T]) -> list[T]:
+        """Decodes a state file's workers. Leaves invalid ones out."""
+        found: list[T] = []
+        for row in rows:
+            with self.trying("a worker"):
+                found.append(decode(bytes(row)))
+        return found
 
 
 # -- peers added and removed over HTTP -------------------------------------------------------------
@@ -103,22 +105,17 @@ class PeersByHttp:
         peers = set(self.mesh.peers())
         return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
 
-    def restore(self, added: list[str], removed: list[str]) -> list[str]:
-        """Adds and removes peers as saved in a state file. Call this before replica sync starts.
-        Returns one line, with the reason, for each peer that could not be added."""
+    def restore(self, added: list[str], removed: list[str], restoring: Restoring) -> None:
+        """Adds and removes peers as saved in a state file. Call this before replica sync starts."""
         self.restored = added, removed
-        mesh, problems = self.mesh, list[str]()
-        if mesh is None:
-            return problems
+        if self.mesh is None:
+            return
         for endpoint in added:
-            try:
-                mesh.register_peer(endpoint)
-            except SelectorError as error:
-                problems.append(f"peer {endpoint}: {error.message}")
+            with restoring.trying(f"peer {endpoint}"):
+                self.mesh.register_peer(endpoint)
         for endpoint in removed:
             if endpoint in self.given:
-                mesh.deregister_peer(endpoint)
-        return problems
+                self.mesh.deregister_peer(endpoint)
 
 
 # -- the selector's --------------------------------------------------------------------------------
@@ -136,7 +133,7 @@ class SelectorCatalog:
     peers: PeersByHttp
     roster: "Roster | None" = None
     discoveries: Collection[str] = ()
-    lines: dict[int, tuple[WorkerSpec, bytes]] = field(default_factory=dict)  # as last encoded
+    encoded: dict[int, tuple[WorkerSpec, msgspec.Raw]] = field(default_factory=dict)
     service: ClassVar[Literal["selector"]] = "selector"
 
     @property
@@ -145,61 +142,58 @@ class SelectorCatalog:
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """Returns the current text of the file `catalog`. Encodes only changed workers again."""
-        found = [] if self.roster is None else self.roster.kept()
-        selector, before, self.lines = self.selector, self.lines, {}
+        """Returns the current text of the file `catalog`. Encodes only changed workers again, since
+        a thousand take 10 ms."""
+        selector, before, self.encoded = self.selector, self.encoded, {}
         for worker_id, worker in selector.catalog.workers.items():
-            line = before.get(worker_id)
-            if line is None or line[0] is not worker.spec:
-                line = worker.spec, _encode(worker.spec)
-            self.lines[worker_id] = line
+            known = before.get(worker_id)
+            if known is None or known[0] is not worker.spec:
+                known = worker.spec, msgspec.Raw(_encode(worker.spec))
+            self.encoded[worker_id] = known
         added, removed = self.peers.changes()
-        head = CatalogFile(
-            version=1,
-            service=self.service,
-            partitions=[
-                PartitionRow(*key, each.block_size, each.is_eagle, sorted(each.members))
-                for key, each in selector.catalog.partitions.items()
-                if each.members
-            ],
-            thresholds=[
-                StoredThreshold(*key, threshold) for key, threshold in selector.limits.own()
-            ],
-            found=found,
-            peers_added=added,
-            peers_removed=removed,
+        return _encode(
+            CatalogFile(
+                version=1,
+                service=self.service,
+                partitions=[
+                    PartitionRow(*key, each.block_size, each.is_eagle, sorted(each.members))
+                    for key, each in selector.catalog.partitions.items()
+                    if each.members
+                ],
+                thresholds=[
+                    StoredThreshold(*key, threshold) for key, threshold in selector.limits.own()
+                ],
+                found=[] if self.roster is None else self.roster.kept(),
+                peers_added=added,
+                peers_removed=removed,
+                workers=[text for _, text in self.encoded.values()],
+            )
         )
-        return catalog_text(head, [text for _, text in self.lines.values()])
 
-    def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restores `file` into a new selector. Returns one line of text for each failure."""
-        problems = self.peers.restore(file.peers_added, file.peers_removed)
+    def restore(self, file: CatalogFile, now: float, restoring: Restoring) -> None:
+        """Restores `file` into a new selector."""
+        self.peers.restore(file.peers_added, file.peers_removed, restoring)
         selector = self.selector
         for row in file.thresholds:
-            try:
+            with restoring.trying(f"threshold of {row.model_name}"):
                 selector.limits.restore((row.model_name, row.tenant_id), row.threshold)
-            except SelectorError as error:
-                problems.append(f"threshold of {row.model_name}: {error.message}")
         sought = dict[int, KeptWorker]()
         for kept in file.found:
             names = [name for name in kept.discoveries if name in self.discoveries]
             if names:
                 sought[kept.worker_id] = msgspec.structs.replace(kept, discoveries=names)
-        specs = read_rows(file.workers, _decode_spec, problems)
         ours = {kept.worker_id for kept in file.found if not kept.is_removed}
         workers = {
             spec.worker_id: spec
-            for spec in specs
+            for spec in restoring.rows(file.workers, _decode_spec)
             if spec.worker_id not in ours or spec.worker_id in sought
         }
         for part in file.partitions:
             key = part.model_name, part.tenant_id
             restore_partition(selector.catalog, key, part.block_size, part.is_eagle, part.members)
         for spec in workers.values():
-            try:
+            with restoring.trying(f"worker {spec.worker_id}"):
                 selector.upsert_worker(spec, now)
-            except SelectorError as error:
-                problems.append(f"worker {spec.worker_id}: {error.message}")
         catalog = selector.catalog
         for part in file.partitions:  # members that were not restored hold no block size
             key = part.model_name, part.tenant_id
@@ -213,7 +207,6 @@ class SelectorCatalog:
                     self.roster.take_back(kept, None)
                 elif worker is not None:
                     self.roster.take_back(kept, worker.spec)
-        return problems
 
 
 # -- the slot tracker's ----------------------------------------------------------------------------
@@ -237,29 +230,25 @@ class TrackerCatalog:
     def text(self) -> bytes:
         """Returns the current text of the file `catalog`."""
         added, removed = self.peers.changes()
-        head = CatalogFile(
-            version=1, service=self.service, peers_added=added, peers_removed=removed
+        return _encode(
+            CatalogFile(
+                version=1,
+                service=self.service,
+                peers_added=added,
+                peers_removed=removed,
+                workers=[msgspec.Raw(_encode(row)) for row in self.trackers.workers()],
+            )
         )
-        return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
 
-    def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restores `file` into new trackers. Returns one line of text for each failure."""
-        problems = self.peers.restore(file.peers_added, file.peers_removed)
-        for row in read_rows(file.workers, _decode_row, problems):
-            try:
+    def restore(self, file: CatalogFile, now: float, restoring: Restoring) -> None:
+        """Restores `file` into new trackers."""
+        self.peers.restore(file.peers_added, file.peers_removed, restoring)
+        for row in restoring.rows(file.workers, _decode_row):
+            with restoring.trying(f"worker {row.worker_id}"):
                 self.trackers.register(row)
-            except SelectorError as error:
-                problems.append(f"worker {row.worker_id}: {error.message}")
-        return problems
 
 
 # -- restoring at start ------------------------------------------------------------------
-
-log = logging.getLogger("lean_selector.state")
-
-
-_MOST_LOGGED = 10
-_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # delays before retries of a read that failed with EIO
 
 
 class OtherService(Exception):
@@ -270,28 +259,23 @@ def restore_catalog(
     directory: StateDirectory, contents: SelectorCatalog | TrackerCatalog, now: float
 ) -> None:
     """Restores everything except reservations. If OtherService is raised, nothing was restored."""
-    file = _read(directory, CATALOG, lambda text, _: read_catalog(text))
+    file = _read(directory, CATALOG, lambda text, _: _decode_file(text))
     if file is None:
         return
     if file.service != contents.service:
         raise OtherService(f"{directory.path} has the state of a {file.service}")
-    problems = contents.restore(file, now)
-    _log_problems("the catalog", problems)
+    restoring = Restoring()
+    contents.restore(file, now, restoring)
     fields: dict[str, object] = {
         "file": CATALOG,
         "workers": len(file.workers),
-        "unfit": len(problems),
+        "unfit": restoring.unfit,
     }
-    if problems:
-        # The next change overwrites the file without them. Keep a copy, in case a flag was
-        # mistyped.
+    if restoring.unfit:  # the next catalog is without them; a mistyped flag may be the cause
         try:
             fields["kept_as"] = directory.keep_copy(CATALOG)
         except OSError as error:
-            log.error(
-                "the state that could not be restored was not copied",
-                extra={"reason": error.strerror},
-            )
+            log.error("the unfit state was not copied", extra={"reason": os_reason(error)})
     log.info("state restored", extra=fields)
 
 
@@ -307,26 +291,20 @@ def restore_reservations(
     the id of the admitting replica, or None for this replica. Drops a reservation if `book` returns
     False, or if it was idle longer than `expiry_s` (if a peer admitted it: `copies_expire_s`).
     Returns how many were restored and dropped. `now` is monotonic, `wall_now` is Unix time."""
-    problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
-        try:
-            snapshot = split_snapshot(text)
-        except BadSnapshot as error:
-            raise Damaged(str(error)) from None
+        snapshot = split_snapshot(text)
         then = now - max(0.0, wall_now - written_at)
         found: list[LiveBooking] = []
+        restoring = Restoring()
         for line in snapshot.lines:
-            try:
+            with restoring.trying("a reservation"):
                 found.append(decode_line(line, then))
-            except BadSnapshot as error:
-                problems.append(str(error))
         return snapshot.router_id, found
 
     taken = _read(directory, RESERVATIONS, read)
     if taken is None:
         return 0, 0
-    _log_problems("reservations", problems)
     own_id, found = taken
     found.sort(key=lambda live: live.touched_at)
     booked = 0
@@ -343,41 +321,17 @@ def restore_reservations(
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T]) -> T | None:
     """Reads a state file. Returns None if the file does not exist or is damaged."""
     try:
-        sealed = _tried(lambda: directory.read(name))
-        if sealed is None:
-            return None
-        return read(*opened(sealed))
-    except (Damaged, OSError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        fields = {"file": name, "reason": reason}
-        try:
-            aside = directory.set_aside(name)
-            log.error("damaged state was moved aside", extra={**fields, "as": aside})
-        except OSError as failed:
-            log.error("state is damaged", extra={**fields, "not_set_aside": failed.strerror})
-    return None
-
-
-def _tried(read: Callable[[], T]) -> T:
-    """Calls `read`. Retries after disk errors (EIO), which may be temporary. Raises OSError."""
-    for pause_s in _AGAIN_AFTER_S:
-        try:
-            return read()
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-        time.sleep(pause_s)
-    return read()
-
-
-def _log_problems(what: str, problems: list[str]) -> None:
-    for problem in problems[:_MOST_LOGGED]:
-        log.warning(
-            "some of the state could not be restored", extra={"of": what, "reason": problem}
+        content = directory.read(name)
+        return None if content is None else read(*opened(content))
+    except (Damaged, BadSnapshot, *UNREADABLE, OSError) as error:
+        fields = {"file": name, "reason": str(error)}
+    try:
+        log.error(
+            "damaged state was moved aside", extra={**fields, "as": directory.set_aside(name)}
         )
-    if len(problems) > _MOST_LOGGED:
-        more = len(problems) - _MOST_LOGGED
-        log.warning("more of it could not be restored", extra={"of": what, "count": more})
+    except OSError as failed:
+        log.error("state is damaged", extra={**fields, "not_set_aside": failed.strerror})
+    return None
 
 
 # -- wiring ----------------------------------------------------------------------------------------
@@ -385,12 +339,12 @@ def _log_problems(what: str, problems: list[str]) -> None:
 # The previous process unlocks the directory when it has drained and written everything.
 AFTER_DRAIN_S = 2.0
 _LOOK_S = 0.05
-# Do not wait for a full or failing disk: it may recover later, and the service is needed now.
+# Faults of a disk that may pass; the service is needed now.
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
 def keep_selector(
-    core: "SelectorCore", replication: Replication | None, finding: "Discoveries | None"
+    core: "SelectorCore", replication: "Replication | None", finding: "Discoveries | None"
 ) -> Persister:
     """Locks the state directory and restores a selector. Returns a Persister for later changes.
 
@@ -415,7 +369,7 @@ def keep_selector(
 def keep_trackers(
     config: ServiceConfig,
     trackers: Trackers,
-    replication: Replication | None,
+    replication: "Replication | None",
     finding: "Discoveries | None",
 ) -> Persister:
     """Locks the state directory and restores trackers. Returns a Persister. Raises StartError."""
@@ -434,13 +388,13 @@ def _kept(
     contents: SelectorCatalog | TrackerCatalog,
     targets: Callable[[], Iterable[ReplicaTarget]],
     book: Callable[[LiveBooking, int | None], bool],
-    replication: Replication | None,
+    replication: "Replication | None",
     state: ServiceState,
 ) -> Persister:
     assert config.state.path is not None
     directory = StateDirectory(config.state.path)
     expiry_s = config.reservations.reservation_expiry_s
-    fault = _taken(directory, config.listen.drain_s + AFTER_DRAIN_S)
+    _take(directory, config.listen.drain_s + AFTER_DRAIN_S)
     try:
         restore_catalog(directory, contents, time.monotonic())
     except OtherService as error:
@@ -459,26 +413,25 @@ def _kept(
     )
     persister = Persister(directory, contents, lives, on_fault)
     persister.restored, persister.dropped = booked, dropped
-    persister.begin_with(fault)
     return persister
 
 
-def _taken(directory: StateDirectory, patience_s: float) -> str | None:
-    """Locks the directory. Returns None, or the reason of a temporary failure, such as a full disk.
-    Raises StartError on other failures, or if another process holds the lock for `patience_s`."""
+def _take(directory: StateDirectory, patience_s: float) -> None:
+    """Locks the directory. Raises StartError if another process holds it for `patience_s`, and at
+    once if it cannot be created or may not be locked. If only the disk is full, faulty or
+    read-only, the first write that succeeds locks the directory."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:
-            directory.create()
             directory.take()
-            return None
+            return
         except DirectoryHeld as error:
             if time.monotonic() >= gives_up_at:
                 raise StartError(f"--state-dir: {error}") from None
         except OSError as error:
-            if error.errno not in _MAY_PASS:
-                raise StartError(f"--state-dir: {os_reason(error)}: {directory.path}") from None
-            return os_reason(error)
+            if error.errno in _MAY_PASS and os.path.isdir(directory.path):
+                return
+            raise StartError(f"--state-dir: {os_reason(error)}: {directory.path}") from None
         time.sleep(_LOOK_S)
 
 

@@ -1,27 +1,20 @@
 """Saves workers, thresholds and peers after each change, and reservations at an interval.
 
-Work on the loop is done in slices; blocking disk operations run in the threads of `DiskThread`."""
+Text is made on the loop, in slices; it is written in a thread."""
 
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.parts import Part
-from lean_selector.server.state_files import (
-    CATALOG,
-    RESERVATIONS,
-    DiskHangs,
-    DiskThread,
-    StateDirectory,
-)
+from lean_selector.server.state_files import CATALOG, RESERVATIONS, StateDirectory, sealed
 from lean_selector.service.exposition import Families, by, table
-from lean_selector.tasks import supervise
+from lean_selector.tasks import in_thread, supervise
 from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, snapshot_head
 
 # The slots object distinguishes a partition from a later one of the same name.
@@ -64,15 +57,9 @@ log = logging.getLogger("lean_selector.state")
 
 SLICE_S: Final = 0.001  # per turn of the loop, as for KV events
 STEPS: Final = 32  # reservations between checks of the clock: 50 us
-# Maximum share of a core for saving reservations. If a snapshot takes a larger share of the
-# interval, the next one is delayed.
-SHARE: Final = 0.03
 INTERVAL_S: Final = 1.0  # between two writes of live reservations
-RETRY_S: Final = 1.0  # after a failure
-# If the disk accepts nothing for this long, waiting calls treat it as failed.
-HANGS_AFTER_S: Final = 5.0
-# Time for each step at exit: the process must end, and lost reservations expire anyway.
-LAST_S: Final = 2.0
+RETRY_S: Final = 1.0  # after a failure to write the catalog
+COST_PAUSE: Final = 10  # reservations are being saved for a tenth of the time at most
 
 
 class Contents(Protocol):
@@ -82,6 +69,22 @@ class Contents(Protocol):
     def revision(self) -> int: ...
 
     def text(self) -> bytes: ...
+
+
+@dataclass(eq=False)
+class StateFile:
+    """One of the two files, and what became of its last writes."""
+
+    name: str
+    state: Callable[[], object]  # equal to an earlier one if and only if the text is
+    parts: Callable[[float], Iterable[bytes]]  # of the text, at this time
+    saved: object = None  # the state on disk
+    saved_at: float = 0.0
+    job: "asyncio.Future[None] | None" = None  # the last write
+    fault: str | None = None
+    writes: int = 0
+    failures: int = 0
+    bytes: int = 0  # of the last write
 
 
 class Persister(Part):
@@ -97,27 +100,18 @@ class Persister(Part):
         interval_s: float = INTERVAL_S,
     ) -> None:
         self._directory = directory
-        self._catalog = catalog
-        self._bookings = bookings
+        self._contents = catalog
         self._interval_s = interval_s
         self._on_fault = on_fault
-        self._faults: dict[str, str] = {}  # by file
-        self._files = {name: DiskThread(directory, name) for name in (CATALOG, RESERVATIONS)}
+        self._catalog = StateFile(CATALOG, catalog.text, lambda _: [catalog.text()])
+        self._live = StateFile(RESERVATIONS, bookings.revision, bookings.parts)
+        self._live.saved_at = time.monotonic()
+        self.files: Final = self._catalog, self._live
         self._tasks: list[asyncio.Task[None]] = []
-        self._patience_s: float | None = None  # how long to wait for a disk that takes nothing
         self._changed = asyncio.Event()
-        self._seen_revision = -1  # of the catalog
-        self._change = 0  # increases with each change of the catalog
-        self._saved_change = 0
-        self._saved_text = b""
-        self._generation = directory.generation  # of the directory when the files were saved
-        # (change, callback), oldest first
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
-        self._saved_revision: Revision | None = None
-        self._loop_spent_s = 0.0
-        self._saved_at = time.monotonic()  # when the reservations on disk were current
-        self.writes: Final = {CATALOG: 0, RESERVATIONS: 0}
-        self.failures: Final = {CATALOG: 0, RESERVATIONS: 0}
+        self._changed.set()  # the catalog is saved once at the start
+        self._seen_revision = catalog.revision
+        self._waiting: list[Callable[[], None]] = []  # for the catalog to be on disk
         self.restored = 0  # reservations restored at start
         self.dropped = 0  # reservations that could not be restored
 
@@ -126,34 +120,29 @@ class Persister(Part):
     @property
     def fault(self) -> str | None:
         """Why changes cannot be written; None if there is no fault."""
-        return next((f"{name}: {why}" for name, why in self._faults.items()), None)
-
-    def spent_s(self) -> float:
-        """Returns the processor time spent on saving, on the loop and in threads, in seconds."""
-        return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
+        return next((f"{file.name}: {file.fault}" for file in self.files if file.fault), None)
 
     def age_s(self) -> float:
         """Returns how many seconds of reservation changes a crash would lose; 0 without changes."""
-        if self._bookings.revision() == self._saved_revision:
-            return 0.0
-        return time.monotonic() - self._saved_at
+        live = self._live
+        return 0.0 if live.state() == live.saved else time.monotonic() - live.saved_at
 
     def families(self) -> Families:
         """Returns the metrics of the state directory."""
+        files = self.files
         return table({
             "state_failing": (lambda: int(self.fault is not None),
                 "1 while the state directory cannot be written."),
             "state_age_seconds": (self.age_s,
                 "Age of the live reservations on disk; 0 if nothing has changed since."),
-            "state_writes_total": (lambda: by("file", self.writes),
+            "state_writes_total": (
+                lambda: by("file", {file.name: file.writes for file in files}),
                 "Files that were written, by file."),
-            "state_write_failures_total": (lambda: by("file", self.failures),
+            "state_write_failures_total": (
+                lambda: by("file", {file.name: file.failures for file in files}),
                 "Files that could not be written, by file."),
-            "state_file_bytes": (
-                lambda: by("file", {name: file.bytes for name, file in self._files.items()}),
+            "state_file_bytes": (lambda: by("file", {file.name: file.bytes for file in files}),
                 "Size of the file written last, by file."),
-            "state_cpu_seconds_total": (self.spent_s,
-                "Processor time used to save state, of the loop and of its threads."),
             "state_restored_reservations": (
                 lambda: by("result", {"live": self.restored, "dropped": self.dropped}),
                 "Reservations on disk at start, by outcome."),
@@ -163,143 +152,97 @@ class Persister(Part):
 
     def note(self) -> None:
         """Schedules saving, because workers, thresholds or peers may have changed."""
-        self._change += 1
-        self._seen_revision = self._catalog.revision
+        self._seen_revision = self._contents.revision
         self._changed.set()
 
-    def when_saved(self, then: Callable[[], None]) -> bool:
-        """Returns False if all catalog changes are saved, or the last write failed. Else returns
-        True, and calls `then` when the changes are on disk, or writing them fails or hangs."""
-        if self._saved_change == self._change or CATALOG in self._faults:
-            return False
-        self._waiting.append((self._change, then))
-        return True
+    def tick(self, now: float) -> None:
+        """Call this periodically. Schedules saving if workers changed and nobody called `note`."""
+        if self._contents.revision != self._seen_revision:
+            self.note()
 
-    def _tell_waiting(self, change: int) -> None:
-        waiting = self._waiting
-        while waiting and waiting[0][0] <= change:
-            waiting.popleft()[1]()
+    def when_saved(self, then: Callable[[], None]) -> bool:
+        """Call this after `note`. Returns False if the last write failed. Else returns True, and
+        calls `then` when the changes are on disk, or writing them fails."""
+        if self._catalog.fault is not None:
+            return False
+        self._waiting.append(then)
+        return True
 
     async def _keep_catalog(self) -> None:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if not await self._save_catalog():
-                self._changed.set()
+            waiting, self._waiting = self._waiting, []
+            is_saved = False
+            try:
+                is_saved = await self._save(self._catalog)
+            finally:
+                if not is_saved:
+                    self._changed.set()
+                for then in waiting:
+                    then()
+            if not is_saved:
                 await asyncio.sleep(RETRY_S)
 
-    async def _save_catalog(self) -> bool:
-        change, file = self._change, self._files[CATALOG]
-        try:
-            began = time.thread_time()
-            text = self._catalog.text()
-            self._loop_spent_s += time.thread_time() - began
-            if text != self._saved_text or CATALOG in self._faults:
-                await self._write(file, [text])
-                self._saved_text = text
-                self.writes[CATALOG] += 1
-        except OSError as error:
-            self._failed(CATALOG, error)
-            self._tell_waiting(change)
-            return False
-        except Exception:
-            self._tell_waiting(change)
-            raise
-        self._saved_change = change
-        self._succeeded(CATALOG)
-        self._tell_waiting(change)
-        return True
-
-    # -- reservations ------------------------------------------------------------------------------
+    # -- any file --------------------------------------------------------------------------------
 
     async def _keep_reservations(self) -> None:
         pause_s = self._interval_s
         while True:
             await asyncio.sleep(pause_s)
-            began, spent_s = time.monotonic(), self.spent_s()
-            is_saved = await self._save_reservations()
-            if self._generation != self._directory.generation:
-                self._generation = self._directory.generation
-                self._saved_revision, self._saved_text = None, b""  # the disk may be another one
-                self.note()
-            if not is_saved:
-                pause_s = max(RETRY_S, self._interval_s)
-                continue
-            least_s = max(self._interval_s, (self.spent_s() - spent_s) / SHARE)
-            pause_s = max(0.0, began + least_s - time.monotonic())
+            began = time.monotonic()
+            await self._save(self._live)
+            pause_s = max(self._interval_s, COST_PAUSE * (time.monotonic() - began))
 
-    async def _save_reservations(self) -> bool:
-        revision = self._bookings.revision()
-        file, began = self._files[RESERVATIONS], time.monotonic()
+    async def _save(self, file: StateFile) -> bool:
+        """Writes the file if its state has changed. Returns False if that failed."""
+        began, state = time.monotonic(), file.state()
         try:
-            if revision == self._saved_revision and RESERVATIONS not in self._faults:
-                check = partial(self._directory.check, (CATALOG, RESERVATIONS))
-                await file.run(check, self._patience_s)
-                self._saved_at = began
-                return True
-            await self._write(file, self._bookings.parts(began))
+            if state != file.saved:
+                await self._write(file, began)
+                file.saved = state
+                file.writes += 1
         except OSError as error:
-            self._failed(RESERVATIONS, error)
+            file.failures += 1
+            file.saved = None
+            if file.fault is None:
+                reason = error.strerror or str(error)
+                log.warning("state is not written", extra={"file": file.name, "reason": reason})
+                file.fault = reason
+            self._on_fault(self.fault)
             return False
-        self._saved_revision, self._saved_at = revision, began
-        self.writes[RESERVATIONS] += 1
-        self._succeeded(RESERVATIONS)
+        file.saved_at = began
+        if file.fault is not None:
+            log.info("state is written again", extra={"file": file.name})
+            file.fault = None
+            self._on_fault(self.fault)
+            other = self._live if file is self._catalog else self._catalog
+            other.saved = None  # the disk may be another one
+            self._changed.set()
         return True
 
-    # -- any file --------------------------------------------------------------------------------
-
-    async def _write(self, file: DiskThread, parts: Iterable[bytes]) -> None:
-        """Encodes the text in slices between other work of the loop, then writes the file. Raises
-        OSError and DiskHangs."""
+    async def _write(self, file: StateFile, now: float) -> None:
+        """Makes the text in slices between other work of the loop, then writes the file."""
         written_at = time.time()
-        slices: list[bytes] = []
-        made: list[bytes] = []
+        # Joined in slices: a thread that joins a long text, or handles many parts, delays the loop.
+        slices, parts = list[bytes](), list[bytes]()
         began = time.thread_time()
-        for part in parts:
-            made.append(part)
-            if len(made) % STEPS == 0 and time.thread_time() - began >= SLICE_S:
-                slices.append(b"".join(made))
-                made.clear()
-                self._loop_spent_s += time.thread_time() - began
+        for part in file.parts(now):
+            parts.append(part)
+            if len(parts) % STEPS == 0 and time.thread_time() - began >= SLICE_S:
+                slices.append(b"".join(parts))
+                parts.clear()
                 await asyncio.sleep(0)
                 began = time.thread_time()
-        slices.append(b"".join(made))
-        self._loop_spent_s += time.thread_time() - began
-        await file.write(slices, written_at, self._patience_s)
+        slices.append(b"".join(parts))
 
-    # -- faults -------------------------------------------------------------------------
+        def write() -> None:
+            content = sealed(slices, written_at)
+            self._directory.write(file.name, content)
+            file.bytes = sum(map(len, content))
 
-    def _failed(self, name: str, error: OSError) -> None:
-        self.failures[name] += 1
-        self._say(name, error.strerror or str(error))
-
-    def _say(self, name: str, why: str) -> None:
-        if name not in self._faults:
-            log.warning("state is not written", extra={"file": name, "reason": why})
-        self._faults[name] = why
-        self._on_fault(self.fault)
-
-    def _succeeded(self, name: str) -> None:
-        if self._faults.pop(name, None) is not None:
-            log.info("state is written again", extra={"file": name})
-            self._on_fault(self.fault)
-
-    def tick(self, now: float) -> None:
-        """Call this periodically. Schedules saving if workers changed and nobody called `note`.
-        If a catalog write hangs for HANGS_AFTER_S, calls the functions given to `when_saved`."""
-        if self._catalog.revision != self._seen_revision:
-            self.note()
-        for name, file in self._files.items():
-            if file.moved_at is not None and now - file.moved_at > HANGS_AFTER_S:
-                self._say(name, f"the disk has not answered for {now - file.moved_at:.0f} s")
-                if name == CATALOG:
-                    self._tell_waiting(self._change)
-
-    def begin_with(self, fault: str | None) -> None:
-        """Schedules the first save. If locking the directory failed, `fault` says why."""
-        if fault is not None:
-            self._say(CATALOG, fault)
-        self.note()
+        file.job = in_thread(f"state {file.name}", write)
+        await asyncio.shield(file.job)
 
     # -- from the start to the end ---------------------------------------------------------------
 
@@ -310,19 +253,13 @@ class Persister(Part):
         ]
 
     async def close(self) -> None:
-        """Saves everything, then unlocks the directory. Gives up if the disk accepts nothing for
-        LAST_S; then the end of the process unlocks the directory."""
+        """Saves everything, then unlocks the directory."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._patience_s = LAST_S
-        try:
-            for file in self._files.values():
-                await file.idle(LAST_S)  # for the write that was in progress when the tasks ended
-            await self._save_catalog()
-            await self._save_reservations()
-            self._directory.close()
-        except DiskHangs:
-            log.warning("state is not completely written", extra={"waited_s": LAST_S})
-        finally:
-            self._tell_waiting(self._change)
+        jobs = [file.job for file in self.files if file.job is not None]
+        await asyncio.gather(*self._tasks, *jobs, return_exceptions=True)
+        for file in self.files:
+            await self._save(file)
+        self._directory.close()
+        for then in self._waiting:
+            then()

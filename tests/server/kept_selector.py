@@ -12,7 +12,7 @@ from lean_selector.server.state import (
     restore_catalog,
     restore_reservations,
 )
-from lean_selector.server.state_files import CATALOG, RESERVATIONS, StateDirectory
+from lean_selector.server.state_files import CATALOG, RESERVATIONS, StateDirectory, sealed
 from lean_selector.server.state_persister import LiveBookings
 from tests.support.driven_selector import DrivenSelector
 
@@ -24,7 +24,6 @@ class Kept:
 
     def __init__(self, path: Path, driven: DrivenSelector | None = None) -> None:
         self.directory = StateDirectory(str(path))
-        self.directory.create()
         self.driven = DrivenSelector(use_kv_events=False) if driven is None else driven
         self.selector = self.driven.selector
         self.contents = SelectorCatalog(self.selector, PeersByHttp(None, (), lambda: ()))
@@ -35,8 +34,8 @@ class Kept:
     def save(self, now: float, wall_s: float = 0.0) -> None:
         self.directory.take()
         try:
-            self.directory.write(CATALOG, [self.contents.text()], wall_s)
-            self.directory.write(RESERVATIONS, self.lives.parts(now), wall_s)
+            self.directory.write(CATALOG, sealed([self.contents.text()], wall_s))
+            self.directory.write(RESERVATIONS, sealed(self.lives.parts(now), wall_s))
         finally:
             self.directory.close()
 

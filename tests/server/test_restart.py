@@ -212,12 +212,12 @@ def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_pat
         service.add_worker(model_name="m")
         assert fault(service) is None
         state.rename(elsewhere)
+        service.add_worker(2, model_name="m")  # answered all the same
+        service.book("r", model_name="m")
         wait_until(lambda: fault(service) is not None, "it says so")
         assert "No such file or directory" in str(fault(service))
         assert metric(service) == 1
         assert "state is not written" in service.log()
-        service.add_worker(2, model_name="m")
-        service.book("r", model_name="m")
         state.mkdir()  # another disk, which has nothing
         wait_until(lambda: fault(service) is None, "it is written again")
         assert "state is written again" in service.log()

@@ -1,6 +1,5 @@
 """What a selector knew, written and read back: the same. And files that are not as written."""
 
-import errno
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,9 +16,9 @@ from lean_selector.server.state import OtherService, restore_catalog
 from lean_selector.server.state_files import (
     CATALOG,
     RESERVATIONS,
-    Checksum,
     StateDirectory,
     opened,
+    sealed,
 )
 from tests.server.kept_selector import Kept
 from tests.support.driven_selector import DrivenSelector, pack
@@ -259,9 +258,7 @@ def test_a_catalog_of_another_release_is_set_aside_and_its_version_named(
 ) -> None:
     text, written_at = opened(whole[CATALOG])
     newer = text.replace(b'"version":1', b'"version":2').replace(b'"workers"', b'"fleet"')
-    checksum = Checksum()
-    checksum.add(newer)
-    (tmp_path / CATALOG).write_bytes(newer + checksum.end(written_at))
+    (tmp_path / CATALOG).write_bytes(b"".join(sealed([newer], written_at)))
     Kept(tmp_path).restore(0.0)
     (record,) = caplog.records
     assert "$.version" in vars(record)["reason"]
@@ -279,24 +276,6 @@ def test_of_two_files_the_whole_one_counts(tmp_path: Path, whole: dict[str, byte
     kept = Kept(tmp_path)
     assert kept.restore(0.0) == (0, 2)  # there is no rank for them
     assert kept.selector.catalog.workers == {}
-
-
-def test_an_error_of_the_disk_that_passes_costs_nothing(
-    tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / CATALOG).write_bytes(whole[CATALOG])
-    kept = Kept(tmp_path)
-    read, failures = kept.directory.read, [errno.EIO]
-
-    def fails_once(name: str) -> bytes | None:
-        if failures:
-            raise OSError(failures.pop(), "Input/output error")
-        return read(name)
-
-    monkeypatch.setattr(kept.directory, "read", fails_once)
-    kept.restore(0.0)
-    assert sorted(kept.selector.catalog.workers) == [1, 2]
-    assert not (tmp_path / f"{CATALOG}.damaged").exists()
 
 
 def test_a_file_that_cannot_be_read_stops_nothing(tmp_path: Path) -> None:

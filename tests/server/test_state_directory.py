@@ -1,13 +1,17 @@
 """A directory of one process at a time, and files that are there whole or not at all."""
 
 import contextlib
+import errno
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lean_selector.server.state_files import DirectoryHeld, StateDirectory, opened
+from lean_selector.server.host import StartError
+from lean_selector.server.state import _take
+from lean_selector.server.state_files import DirectoryHeld, StateDirectory, opened, sealed
+from tests.server.kept_selector import is_free
 
 STAMP = 1.0
 
@@ -37,72 +41,52 @@ def room_for(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+class Faulty(StateDirectory):
+    """One on a disk that cannot be locked."""
+
+    errno: int | None = None
+
+    def take(self) -> None:
+        if self.errno is not None:
+            raise OSError(self.errno, "fails")
+        super().take()
+
+
+def test_a_disk_that_is_read_only_at_the_start_is_locked_by_the_first_write(tmp_path: Path) -> None:
+    directory = Faulty(str(tmp_path))
+    directory.errno = errno.EROFS
+    _take(directory, 0.0)
+    with pytest.raises(OSError, match="fails"):
+        directory.write("x", sealed([b"y"], STAMP))
+    directory.errno = None
+    other = held(tmp_path)
+    with pytest.raises(DirectoryHeld):
+        directory.write("x", sealed([b"y"], STAMP))
+    other.close()
+    assert not (tmp_path / "x").exists()
+    directory.write("x", sealed([b"y"], STAMP))
+    assert not is_free(tmp_path)
+    directory.close()
+
+
+@pytest.mark.parametrize(("name", "number"), [("", errno.EACCES), ("missing", errno.EROFS)])
+def test_a_directory_that_is_missing_or_forbidden_stops_the_start(
+    tmp_path: Path, name: str, number: int
+) -> None:
+    directory = Faulty(str(tmp_path / name))
+    directory.errno = number
+    with pytest.raises(StartError, match=str(tmp_path)):
+        _take(directory, 0.0)
+
+
 def test_a_disk_without_room_leaves_the_file_that_was(tmp_path: Path) -> None:
     directory = held(tmp_path)
-    directory.write("x", [b"before"], STAMP)
+    directory.write("x", sealed([b"before"], STAMP))
     with pytest.raises(OSError, match="File too large"), room_for(16):
-        directory.write("x", [b"after"], STAMP)
+        directory.write("x", sealed([b"af", b"ter"], STAMP))
     assert opened((tmp_path / "x").read_bytes()) == (b"before", STAMP)
-    directory.write("x", [b"af", b"ter"], STAMP)
+    directory.write("x", sealed([b"af", b"ter"], STAMP))
     assert opened((tmp_path / "x").read_bytes()) == (b"after", STAMP)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "x"]
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
     directory.close()
-
-
-def test_a_lock_file_of_garbage_is_somebodys_all_the_same(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    (tmp_path / "lock").write_bytes(b"\xff" * 48)
-    with pytest.raises(DirectoryHeld, match="is in use by another process"):
-        StateDirectory(str(tmp_path)).take()
-    directory.close()
-
-
-def test_who_gives_up_in_the_middle_leaves_the_file_that_was(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    directory.write("x", [b"before"], STAMP)
-
-    def parts() -> Iterator[bytes]:
-        yield b"half"
-        raise ValueError("enough")
-
-    with pytest.raises(ValueError, match="enough"):
-        directory.write("x", parts(), STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"before", STAMP)
-    directory.close()
-
-
-def test_a_directory_that_could_not_be_made_is_made_when_it_can_be(tmp_path: Path) -> None:
-    """And not again: where it has gone, a disk has."""
-    above = tmp_path / "above"
-    above.touch()
-    directory = StateDirectory(str(above / "state"))
-    with pytest.raises(OSError, match="Not a directory"):
-        directory.create()
-    with pytest.raises(OSError, match="Not a directory"):
-        directory.write("x", [b"y"], STAMP)
-    above.unlink()
-    directory.write("x", [b"y"], STAMP)
-    (above / "state").rename(tmp_path / "elsewhere")
-    with pytest.raises(OSError, match="No such file"):
-        directory.write("x", [b"y"], STAMP)
-    assert not (above / "state").exists()
-
-
-def test_a_lock_file_that_was_replaced_is_taken_anew(tmp_path: Path) -> None:
-    directory = held(tmp_path)
-    (tmp_path / "lock").unlink()
-    directory.write("x", [b"y"], STAMP)
-    with pytest.raises(DirectoryHeld):
-        StateDirectory(str(tmp_path)).take()
-    directory.close()
-
-
-def test_a_directory_that_another_holds_now_is_not_written(tmp_path: Path) -> None:
-    """It was deleted under us, and made by another process."""
-    directory = held(tmp_path)
-    (tmp_path / "lock").unlink()
-    other = held(tmp_path)
-    with pytest.raises(OSError, match="is in use by process"):
-        directory.write("x", [b"y"], STAMP)
-    other.close()
