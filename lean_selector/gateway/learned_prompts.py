@@ -55,7 +55,12 @@ def model_key(served: Served, lora_name: str | None) -> str:
 # Memory of an entry without its hashes, measured with tracemalloc on 64-bit Python 3.11.
 ENTRY_BYTES: Final = 344
 _TOKENS_PER_BYTE: Final = 0.25  # default until a prompt is known
+_DEFAULT_BYTES: Final = 2048.0  # the default counts like a prompt of so many bytes
+_MOST_BYTES: Final = 16384.0  # a longer prompt counts like one of so many bytes
+_MOST_SUM: Final = 16 * _MOST_BYTES**2  # of squares; from then on, older prompts count half
+_TEMPLATE_TOKENS: Final = 4096  # that a chat template may add to a prompt
 _OUTPUT_TOKENS: Final = 128.0  # default until an answer's length is known
+_MOST_TIMES: Final = 4.0  # the average; a longer answer counts as one of so many times it
 _WEIGHT: Final = 0.25  # weight of the newest value
 _MOST_TAIL_BLOCKS: Final = 64
 _MOST_MODELS: Final = 1024  # models and adapters with averages
@@ -90,21 +95,37 @@ class _Entry:
 
 
 class Averages:
-    """Moving averages over a model's requests, used to estimate the model's next request."""
+    """Averages over a model's requests, used to estimate the model's next request. No single
+    request changes them much, whatever its engine reports.
 
-    __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
+    Tokens per byte are a ratio of sums, in which a prompt counts by its bytes: the mean of ratios
+    would follow many short prompts, whose tokens are mostly those that the chat template adds."""
+
+    __slots__ = ("_bytes", "_tokens", "answers_hold", "output_tokens")
 
     def __init__(self) -> None:
-        self.tokens_per_byte = _TOKENS_PER_BYTE
+        self._bytes = _DEFAULT_BYTES**2  # sum of bytes * bytes
+        self._tokens = self._bytes * _TOKENS_PER_BYTE  # sum of tokens * bytes
         self.output_tokens = _OUTPUT_TOKENS
         self.answers_hold = 1.0  # share of prompts that continued with exactly the answer's tokens
 
+    @property
+    def tokens_per_byte(self) -> float:
+        return self._tokens / self._bytes
+
     def had(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int | None) -> None:
         """Adds a request to the averages. If `prompt_bytes` is 0, tokens per byte do not change."""
-        if prompt_bytes:
-            self.tokens_per_byte += _WEIGHT * (prompt_tokens / prompt_bytes - self.tokens_per_byte)
+        # A token of the prompt has at least a byte; the others are the template's.
+        if prompt_bytes and prompt_tokens <= prompt_bytes + _TEMPLATE_TOKENS:
+            size = min(float(prompt_bytes), _MOST_BYTES)
+            self._bytes += size * size
+            self._tokens += size * size * min(1.0, prompt_tokens / prompt_bytes)
+            if self._bytes > _MOST_SUM:
+                self._bytes /= 2.0
+                self._tokens /= 2.0
         if output_tokens is not None:
-            self.output_tokens += _WEIGHT * (output_tokens - self.output_tokens)
+            most = _MOST_TIMES * max(self.output_tokens, _OUTPUT_TOKENS)
+            self.output_tokens += _WEIGHT * (min(output_tokens, most) - self.output_tokens)
 
 
 class Known(NamedTuple):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.hashing import local_hashes
-from lean_selector.gateway.learned_prompts import Chain, Known, PromptMemory
+from lean_selector.gateway.learned_prompts import Averages, Chain, Known, PromptMemory
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Served
 from tests.gateway.talking_engine import chat_tokens, tokens_of
@@ -296,6 +296,26 @@ def test_a_prompt_of_no_bytes_says_nothing_of_tokens_per_byte() -> None:
     assert memory.look(other).tokens == before + 8  # those that any prompt begins with
 
 
+@pytest.mark.parametrize("long_ones", [0, 3])
+def test_many_short_prompts_and_a_wrong_count_hardly_change_the_estimate_of_a_long_one(
+    long_ones: int,
+) -> None:
+    """The tokens of a short prompt are mostly those of the chat template."""
+    averages = Averages()
+    for _ in range(long_ones):
+        averages.had(12_000, 3_036, 5)
+    for _ in range(100):
+        averages.had(30, 37, 5)
+    averages.had(400, 160_000, 160_000)
+    averages.had(12_000, 160_000, 5)
+    assert 12_000 * averages.tokens_per_byte == pytest.approx(3_036, rel=0.2)
+    assert averages.output_tokens < 300
+    for _ in range(20):
+        averages.had(2_000, 1_000, 2_000)  # another tokenizer, and longer answers
+    assert averages.tokens_per_byte > 0.3
+    assert averages.output_tokens == pytest.approx(2_000, rel=0.1)
+
+
 def test_of_a_thousand_models_the_first_ones_averages_are_forgotten() -> None:
     body = json.dumps({"messages": [said("user", " word" * 100)]}).encode()
 
@@ -306,11 +326,11 @@ def test_of_a_thousand_models_the_first_ones_averages_are_forgotten() -> None:
     memory = PromptMemory(1 << 20)
     default = estimate("m")
     for number in range(8):
-        memory.learn(chain_of([said("user", f"{number}")]), packed([number] * 1_000))
-    assert estimate("m") > 10 * default
+        memory.learn(chain_of([said("user", f"{number}" * 4_000)]), packed([number] * 4_000))
+    assert estimate("m") > 3 * default
     for number in range(1023):
         estimate(f"m{number}")
-    assert estimate("m") > 10 * default
+    assert estimate("m") > 3 * default
     estimate("one more")
     assert estimate("m") == default
 
