@@ -73,10 +73,12 @@ _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
-# A medium in /v1/messages and /v1/responses, at any depth. A quote inside a text is escaped.
-_MEDIA_PART: Final = re.compile(
-    rb'"type"\s*+:\s*+"(?:image|document|input_image|input_file|input_audio|computer_screenshot)"'
-)
+# Media in /v1/messages and /v1/responses. In chats, all parts that are not text are media.
+_MEDIA_PARTS: Final = frozenset({
+    *(b'"image"', b'"document"', b'"input_image"', b'"input_file"', b'"input_audio"'),
+    b'"computer_screenshot"',
+})  # fmt: skip
+_TOOL_RESULT: Final = b'"tool_result"'  # a part whose content may have parts
 # Clients move `cache_control` to another part in each turn, and engines ignore it.
 _CACHE_CONTROL: Final = re.compile(rb',\s*+"cache_control"\s*+:\s*+\{[^{}]*+\}')
 _MOST_CACHE_CONTROLS: Final = 64  # the API allows 4
@@ -263,8 +265,8 @@ class ModelRequest:
                 self.read_messages.insert(0, _read_message(first))
             for message in messages:
                 self._read_content(message.content, kind)
-            if kind != Kind.CHAT:
-                self._media = sum(1 for _ in _MEDIA_PART.finditer(text))
+                if isinstance(message, Item):  # the result of a tool
+                    self._read_content(message.output, kind)
         except msgspec.DecodeError:
             self.why_not = UNKNOWN_FORM
             return
@@ -272,14 +274,26 @@ class ModelRequest:
         if self._media:
             self.why_not = MEDIA
 
-    def _read_content(self, content: Raw, kind: str) -> None:
-        if bytes(memoryview(content)[:1]) != b"[" or _TYPE.search(content) is None:
+    def _read_content(self, content: Raw, kind: str, is_result: bool = False) -> None:
+        """Counts the media and the text in a content: a text, a part or a list of parts. A tool's
+        arguments are no content, whatever they have. `is_result`: it is that of a tool's result."""
+        first = bytes(memoryview(content)[:1])
+        if first == b'"':
+            self._part_text_bytes += size_of(content)
+        if first == b"{" and kind == Kind.RESPONSES:
+            content = Raw(b"[%b]" % content)
+        elif first != b"[":
+            return
+        if _TYPE.search(content) is None:
             return
         for part in _read_parts(content):
-            if bytes(part.type) in _TEXT_PARTS:
+            form = bytes(part.type)
+            if form in _TEXT_PARTS:
                 self._part_text_bytes += size_of(part.text)
-            elif kind == Kind.CHAT:
+            elif kind == Kind.CHAT or form in _MEDIA_PARTS:
                 self._media += 1
+            elif form == _TOOL_RESULT and not is_result:
+                self._read_content(part.content, kind, True)
 
     def _read_prompt(self) -> None:
         prompt = self.fields.get("prompt", Raw(b""))

@@ -72,13 +72,15 @@ class Item(Message):
     """An item of /v1/responses: a message, or an object without a role, such as a tool call."""
 
     role: msgspec.Raw = msgspec.Raw(b"")
+    output: msgspec.Raw = msgspec.Raw(b"")  # of a tool
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content."""
+    """A part of a message's content. The result of a tool has a content of its own."""
 
     type: msgspec.Raw
     text: msgspec.Raw = msgspec.Raw(b"")
+    content: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Texts(msgspec.Struct, array_like=True):

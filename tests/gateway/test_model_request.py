@@ -20,6 +20,7 @@ from lean_selector.gateway.model_request import (
     MOST_FIELDS,
     MOST_IDS,
     MOST_MESSAGES,
+    TOKENS_OF_MEDIA,
     TOO_MANY_IDS,
     TOO_MANY_MESSAGES,
     UNKNOWN_FORM,
@@ -204,6 +205,61 @@ def test_a_message_of_media_or_of_no_known_form_goes_by_load(
 ) -> None:
     request = ModelRequest(path, f'{{"messages":[{message}]}}'.encode())
     assert (request.kind, request.why_not) == (kind, why_not)
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "data": "AAAA"}}
+SHOT = {"type": "computer_screenshot", "image_url": "data:image/png,AA"}
+PICTURE = {"type": "input_image", "image_url": "data:image/png,AA"}
+
+
+def used(argument: object, result: object) -> list[object]:
+    """The use of a tool in /v1/messages, and its result."""
+    use = {"type": "tool_use", "id": "t", "name": "make", "input": argument}
+    told = {"type": "tool_result", "tool_use_id": "t", "content": result}
+    return [{"role": "assistant", "content": [use]}, {"role": "user", "content": [told]}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "media"),
+    [
+        (used(IMAGE, "done"), 0),
+        (used({"items": [IMAGE, {"type": "document"}]}, [{"type": "text", "text": "done"}]), 0),
+        (used({"type": "image"}, [{"type": "text", "text": '{"type":"image"}'}, IMAGE]), 1),
+        ([{"role": "user", "content": [IMAGE, {**IMAGE, "type": "document"}]}], 2),
+    ],
+)
+def test_a_medium_is_a_part_of_a_content_and_not_a_tool_s_argument(
+    messages: list[object], media: int
+) -> None:
+    body = json.dumps({"messages": messages}).encode()
+    for each in (body, body.replace(b" ", b"")):
+        request = ModelRequest(ANTHROPIC, each)
+        assert (request.kind, request.why_not) == (Kind.MESSAGES, MEDIA if media else None)
+        assert request.estimated_tokens(0.0) == media * TOKENS_OF_MEDIA
+
+
+@pytest.mark.parametrize(
+    ("item", "media"),
+    [
+        ({"role": "user", "content": [{"type": "input_text", "text": "x"}, PICTURE]}, 1),
+        ({"type": "function_call", "arguments": '{"type":"image"}', "extra": PICTURE}, 0),
+        ({"type": "function_call_output", "output": [{"type": "input_text", "text": "x"}]}, 0),
+        ({"type": "function_call_output", "output": '{"type":"input_image"}'}, 0),
+        ({"type": "function_call_output", "output": [PICTURE]}, 1),
+        ({"type": "computer_call_output", "output": SHOT, "acknowledged": [SHOT]}, 1),
+    ],
+)
+def test_an_item_s_media_are_in_its_content_or_output(item: object, media: int) -> None:
+    body = json.dumps({"input": [{"role": "user", "content": "hi"}, item]}).encode()
+    request = ModelRequest(RESPONSES, body)
+    assert (request.kind, request.why_not) == (Kind.RESPONSES, MEDIA if media else None)
+    assert request.estimated_tokens(0.0) == media * TOKENS_OF_MEDIA
+
+
+def test_beside_an_image_all_text_counts() -> None:
+    said = [{"role": "user", "content": "a" * 398}, {"role": "user", "content": [IMAGE]}]
+    request = ModelRequest(ANTHROPIC, json.dumps({"messages": said}).encode())
+    assert request.estimated_tokens(0.25) == 100 + TOKENS_OF_MEDIA
 
 
 # -- what reading a body costs --------------------------------------------------------------------
