@@ -75,7 +75,11 @@ def _kinds_of(route: Route) -> Iterator[Any]:
         yield OpenAiErrorBody
     if route.body is not None:
         yield route.body
-    yield from route.gives
+    yield from _answers_of(route)
+
+
+def _answers_of(route: Route) -> tuple[Any, ...]:
+    return route.gives if isinstance(route.gives, tuple) else (route.gives,)
 
 
 def _operation(route: Route, schemas: dict[Any, Schema], texts: Schema) -> Schema:
@@ -99,7 +103,7 @@ def _operation(route: Route, schemas: dict[Any, Schema], texts: Schema) -> Schem
 
 
 def _responses(route: Route, schemas: dict[Any, Schema]) -> Schema:
-    answer = _response("the answer", [schemas[kind] for kind in route.gives], route.media)
+    answer = _response("the answer", [schemas[kind] for kind in _answers_of(route)], route.media)
     told = {str(status): answer for status in (route.status, route.also) if status}
     error = schemas[ErrorBody]
     for status in (429, 503, 529) if route.sheds else ():

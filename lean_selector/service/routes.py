@@ -2,6 +2,7 @@
 takes and answers, and which handler it has. The gate serves it, and /openapi.json describes it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -30,65 +31,37 @@ _PARAMETERS: Final[dict[str, Callable[[bytes], Any]]] = {
 }
 
 
+@dataclass(eq=False)
 class Route:
     """A route and its handler.
 
     The handler gets the path parameter, then the body or the fields of the query, as far as the
     route has them. It returns a body, which is sent with `status`, or what `replies.sent` takes."""
 
-    __slots__ = (
-        "_read_body", "_read_param", "also", "body", "brief", "gives", "handler",
-        "is_body_optional", "media", "method", "path", "query", "refused", "role", "run", "sheds",
-        "status", "summary", "tag",
-    )  # fmt: skip
+    method: str
+    path: str
+    role: Role
+    tag: str
+    summary: str
+    handler: Callable[..., Any]
+    query: frozenset[str] = _NOTHING  # names of the fields that are read
+    body: Any = None  # a struct
+    is_body_optional: bool = False  # an invalid body is ignored, as in Dynamo, with a warning
+    gives: Any = Ok  # the type of the answer, or a tuple of types; (): an answer without body
+    media: str = "application/json"
+    status: int = 200
+    also: int = 0  # another status of this answer
+    sheds: bool = False  # it may answer that all workers are busy
+    is_raw: bool = False  # the handler gets the Request and the encoded parameter
+    # If access tokens are on: answers requests without a valid one; and encodes the answers 401 and
+    # 403, if the route's errors do not have the form `{"error": ...}`.
+    brief: Callable[[], object] | None = None
+    refused: Callable[[Refusal], bytes] | None = None
 
-    def __init__(
-        self,
-        method: str,
-        path: str,
-        role: Role,
-        tag: str,
-        summary: str,
-        handler: Callable[..., Any],
-        *,
-        query: frozenset[str] = _NOTHING,
-        body: Any = None,
-        is_body_optional: bool = False,
-        gives: object = Ok,
-        media: str = "application/json",
-        status: int = 200,
-        also: int = 0,
-        sheds: bool = False,
-        is_raw: bool = False,
-        brief: Callable[[], object] | None = None,
-        refused: Callable[[Refusal], bytes] | None = None,
-    ) -> None:
-        """`query` names the fields that are read, `body` is a struct. An invalid body that is
-        optional is ignored, as in Dynamo, but the answer has a warning. `gives` is the type of the
-        answer, or a tuple of types, which is empty for an answer without body. `also` is another
-        status of this answer. `sheds`: it may answer that all workers are busy. A handler that
-        `is_raw` gets the Request and the encoded parameter. If access tokens are on, requests
-        without a valid one go to `brief`, and `refused` encodes the answers 401 and 403 of a route
-        whose errors do not have the form `{"error": ...}`."""
-        self.method = method
-        self.path = path
-        self.role = role
-        self.tag = tag
-        self.summary = summary
-        self.handler = handler
-        self.query = query
-        self.body = body
-        self.is_body_optional = is_body_optional
-        self.gives: tuple[Any, ...] = gives if isinstance(gives, tuple) else (gives,)
-        self.media = media
-        self.status = status
-        self.also = also
-        self.sheds = sheds
-        self.brief = brief
-        self.refused = refused
-        self._read_param = _PARAMETERS.get(path.partition("{")[2].partition("}")[0])
-        self._read_body = None if body is None else body_reader(body)
-        self.run: Run = handler if is_raw else self._answer
+    def __post_init__(self) -> None:
+        self._read_param = _PARAMETERS.get(self.path.partition("{")[2].partition("}")[0])
+        self._read_body = None if self.body is None else body_reader(self.body)
+        self.run: Run = self.handler if self.is_raw else self._answer
 
     def fields(self) -> frozenset[str]:
         """Returns the names of the body's fields."""
