@@ -6,7 +6,7 @@ from typing import Protocol
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.gateway.prompt_shapes import Served
-from lean_selector.http.allowed_endpoints import url_at
+from lean_selector.http.urls import url_at
 
 
 class Fleet(Protocol):

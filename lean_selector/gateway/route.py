@@ -25,9 +25,9 @@ from lean_selector.core.selection.shapes import Selection
 from lean_selector.gateway.headers import RETRY_AFTER, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
-from lean_selector.http.allowed_endpoints import Url, url_at
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
+from lean_selector.http.urls import Url, url_at
 from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.replies import Answer, LaterReply, Queued, is_json
 from lean_selector.service.routes import Route

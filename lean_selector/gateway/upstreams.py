@@ -11,8 +11,8 @@ from typing import Final
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.http.allowed_endpoints import Url, url_at
 from lean_selector.http.client import Upstream
+from lean_selector.http.urls import Url, url_at
 
 
 class WorkerLease:

@@ -1,100 +1,29 @@
-"""The endpoints that we may connect to: URL parsing, and the patterns of `--allow-endpoint`.
+"""The endpoints that we may connect to, by the values of `--allow-endpoint`: HOST[:PORT[-PORT]].
 
-A pattern is `SCHEME://HOST:PORT`. Its host is a name, a network or `*`. For `ipc` and `inproc`, a
-path replaces host and port (docs/guide/operations.md). If the host of an endpoint is an IP address,
-in any spelling, the address is compared with the networks. A host name is compared with the names;
-if no name matches, the name is resolved at connect time, and we connect only to addresses that a
-network contains. An endpoint that cannot be parsed unambiguously matches nothing."""
+If the host of an endpoint is an IP address, in any spelling, it is compared with the networks and
+addresses of the list. A host name is compared with the names. If no name is equal, the name is
+resolved at connect time, and we connect only to addresses that a network contains. An endpoint that
+cannot be parsed unambiguously, or that is no host and port (`ipc`, `inproc`), is refused."""
 
 import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
-_HTTP_PORTS: Final = {"http": 80, "https": 443}
-# Characters that may stand unescaped in a request line and a host header.
-_PLAIN: Final = re.compile(r"[!-~]+")
-
-
-class Url:
-    """A parsed http or https URL. The constructor raises ValueError with the reason."""
-
-    __slots__ = ("authority", "host", "is_secure", "port", "target")
-
-    def __init__(self, text: str) -> None:
-        if _PLAIN.fullmatch(text) is None:
-            raise ValueError(f"`{text}` has characters that are invalid in a URL")
-        parts = urlsplit(text)
-        if parts.scheme not in _HTTP_PORTS:
-            raise ValueError(f"`{text}` is not an http:// or https:// URL")
-        if "@" in parts.netloc:
-            raise ValueError(f"`{parts.hostname}`: credentials in a URL are not supported")
-        if not parts.hostname:
-            raise ValueError(f"`{text}` has no host")
-        try:
-            port = parts.port
-        except ValueError:
-            raise ValueError(f"`{text}` has no valid port") from None
-        self.is_secure: Final = parts.scheme == "https"
-        self.host: Final = parts.hostname  # lower case, without brackets
-        self.port: Final = _HTTP_PORTS[parts.scheme] if port is None else port
-        name = f"[{self.host}]" if ":" in self.host else self.host
-        self.authority: Final = f"{name}:{self.port}"
-        query = f"?{parts.query}" if parts.query else ""
-        self.target: Final = (parts.path or "/") + query
-
-    @property
-    def origin(self) -> str:
-        """Return `http(s)://host:port`, the same for every spelling of an endpoint."""
-        return f"{'https' if self.is_secure else 'http'}://{self.authority}"
-
-
-def endpoint_url(endpoint: str) -> Url:
-    """Parse a worker's endpoint. The default scheme is http. Raises ValueError."""
-    return Url(_with_scheme(endpoint))
-
-
-def base_without_version(endpoint: str) -> str:
-    """Return the base URL to which a caller appends `/v1/...`. Adds http:// if `endpoint` has no
-    scheme, and removes a final /v1, which the base URLs of OpenAI's clients have."""
-    if not endpoint:
-        return ""
-    scheme, separator, rest = _with_scheme(endpoint).rstrip("/").rpartition("://")
-    return scheme + separator + rest.removesuffix("/v1").rstrip("/")
-
-
-def url_at(endpoint: str | None, path: str) -> str | None:
-    """Return the URL of `path` on the worker with this endpoint; None if the endpoint is not HTTP.
-
-    The endpoint may lack a scheme. A path in the endpoint, such as /v1, is dropped."""
-    if not endpoint:
-        return None
-    try:
-        url = urlsplit(_with_scheme(endpoint))
-        if url.scheme not in ("http", "https") or not url.hostname:
-            return None
-        _ = url.port  # raises for an invalid port
-    except ValueError:
-        return None
-    return f"{url.scheme}://{url.netloc}{path}"
-
-
-def _with_scheme(endpoint: str) -> str:
-    return endpoint if "://" in endpoint else f"http://{endpoint}"
-
-
-# -- patterns -------------------------------------------------------------------------------------
+from lean_selector.http.urls import HTTP_PORTS
 
 FLAG: Final = "--allow-endpoint"
-_LOCAL: Final = ("ipc", "inproc")  # these schemes are followed by a path or a name, not by a host
+_LOCAL: Final = ("ipc", "inproc")
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
-_GLOB: Final = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
-_PORT_RANGE: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 _AUTHORITY: Final = re.compile(r"(?P<host>\[[^\[\]]*\]|[^\[\]:]*)(?::(?P<port>[0-9]{1,5}))?")
+_PORTS: Final = re.compile(r"(?::([0-9]{1,5})(?:-([0-9]{1,5}))?)?")
 _PORT_MAX: Final = 0xFFFF
+_FORM: Final = (
+    "expected HOST[:PORT[-PORT]]; HOST is a name, an address, or a network such as 10.0.0.0/8 or "
+    "[fd00::/8]"
+)
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -102,119 +31,61 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 A = TypeVar("A", bound=tuple[int, tuple[Any, ...] | bytes])
 
 
-class _Pattern:
-    """A parsed pattern of `--allow-endpoint`. The constructor raises ValueError with the reason."""
+class _Allowed:
+    """One value of the flag. The constructor raises ValueError with the reason."""
 
     def __init__(self, text: str) -> None:
-        self.text: Final = text
-        scheme, separator, rest = text.strip().partition("://")
-        if not separator or not rest:
-            raise ValueError(f"`{text}` is not SCHEME://HOST:PORT")
-        self.scheme: Final = scheme.lower()
-        if self.scheme != "*" and _SCHEME.fullmatch(self.scheme) is None:
-            raise ValueError(f"`{text}` has no valid scheme")
-        self.is_local: Final = self.scheme in _LOCAL
-        self.network: Network | None = None
-        self.name: re.Pattern[str] | None = None  # None without a network: any host or path
-        self.ports = range(_PORT_MAX + 1)
-        if self.is_local:
-            self.name = None if rest == "*" else _glob(rest, "[^/]*")
-            return
-        host, colon, port = rest.rpartition(":")
-        if not colon or not host or host.endswith(":"):
-            raise ValueError(f"`{text}` has no port: a number, a range such as 5557-5564, or *")
-        self.ports = _ports(text, port)
-        self._read_host(text, host.lower())
+        value = text.strip().lower()
+        if "://" in value or "*" in value:
+            what = "a scheme" if "://" in value else "*"
+            raise ValueError(f"`{text}`: {what} has no meaning here: {_FORM}, without PORT any")
+        bare = value.count(":") > 1 and "[" not in value  # an IPv6 address without a port
+        end = len(value) if bare else value.find(":", value.find("]") + 1)
+        host, port = (value, "") if end < 0 else (value[:end], value[end:])
+        found = _PORTS.fullmatch(port)
+        if found is None or not host:
+            raise ValueError(f"`{text}`: {_FORM}")
+        first, last = int(found[1] or 0), int(found[2] or found[1] or _PORT_MAX)
+        if not first <= last <= _PORT_MAX:
+            raise ValueError(f"`{text}`: there are no ports {port[1:]}")
+        self.ports: Final = range(first, last + 1)
+        self.name: Final = host.removesuffix(".")
+        self.network: Final = _network(text, host)
 
-    def _read_host(self, text: str, host: str) -> None:
-        if host == "*":
-            return
-        if host.startswith("[") or "/" in host or not set(host) - set("0123456789."):
-            try:
-                self.network = ipaddress.ip_network(host.replace("[", "").replace("]", ""))
-            except ValueError as error:
-                raise ValueError(f"`{text}`: {error}") from None
-            if ("[" in host) != (self.network.version == 6):
-                raise ValueError(f"`{text}`: brackets are for IPv6 addresses, which require them")
-            return
-        host = host.removesuffix(".")
-        if _GLOB.fullmatch(host) is None:
-            raise ValueError(f"`{text}` has no valid host: a name, a network, or *")
-        if not set(host) - set("0123456789.*"):
-            raise ValueError(f"`{text}`: write addresses as a network, such as 10.0.0.0/8")
-        self.name = _glob(host, "[^.]*")
-
-    def concerns(self, target: "_Target") -> bool:
-        """Whether the pattern's scheme and port match those of `target`, a parsed endpoint."""
-        if self.is_local or target.scheme in _LOCAL:
-            return self.scheme == target.scheme
-        return self.scheme in (target.scheme, "*") and target.port in self.ports
-
-    def has_name(self, name: str) -> bool:
-        """Whether the pattern matches `name`, a host or path. The host `*` matches any name."""
-        if self.name is not None:
-            return self.name.fullmatch(name) is not None
-        return self.network is None
-
-    def has_address(self, address: IpAddress) -> bool:
-        if self.network is not None:
-            return address.version == self.network.version and address in self.network
-        return self.name is None
+    def has(self, address: IpAddress | None) -> bool:
+        """Whether the value is a network or address that contains `address`."""
+        return address is not None and self.network is not None and address in self.network
 
 
-class _Target:
-    """A parsed endpoint, to compare with the patterns. The constructor raises ValueError if the
-    endpoint is invalid."""
-
-    __slots__ = ("address", "name", "port", "scheme")
-
-    def __init__(self, endpoint: str) -> None:
-        scheme, separator, rest = endpoint.partition("://")
-        if not separator:  # an HTTP endpoint of a worker, without scheme
-            scheme, rest = "http", endpoint
-        self.scheme: Final = scheme.lower()
-        self.port = 0
-        self.address: IpAddress | None = None
-        self.name = rest
-        if _SCHEME.fullmatch(self.scheme) is None:
-            raise ValueError("no scheme")
-        if self.scheme in _LOCAL:
-            if "\0" in rest or {".", ".."} & set(rest.split("/")) or "//" in rest:
-                raise ValueError("a path that leads elsewhere")
-            return
-        authority = rest if self.scheme == "tcp" else re.split(r"[/?#]", rest, maxsplit=1)[0]
-        found = _AUTHORITY.fullmatch(authority)
-        if found is None:
-            raise ValueError("no host and port")
-        port = found["port"] or _HTTP_PORTS.get(self.scheme)
-        if port is None or int(port) > _PORT_MAX:
-            raise ValueError("no port")
-        self.port = int(port)
-        self.name = found["host"].lower().removesuffix(".")
-        self.address = _address(self.name)
-        if self.address is None and _NAME.fullmatch(self.name) is None:
-            raise ValueError("no host")
+def _network(text: str, host: str) -> Network | None:
+    """Parse an address or network; None for a name. Raises ValueError if it is neither."""
+    is_six = host.startswith("[") and host.endswith("]")
+    try:
+        network = ipaddress.ip_network(host[1:-1] if is_six else host)
+        if is_six and network.version == 4:
+            raise ValueError("brackets are for IPv6")
+        return network
+    except ValueError as error:
+        is_name = _NAME.fullmatch(host.removesuffix(".")) is not None
+        if is_name and set(host) - set("0123456789.") and _address(host) is None:
+            return None
+        raise ValueError(f"`{text}`: {error}; {_FORM}") from None
 
 
 class AllowedEndpoints:
-    """The patterns of `--allow-endpoint`. An empty list of patterns allows no endpoint."""
+    """The values of `--allow-endpoint`. An empty list allows no endpoint."""
 
-    def __init__(self, patterns: Iterable[str]) -> None:
-        """Parse the patterns. Raises ValueError with the invalid pattern and the reason."""
-        self._patterns: Final = [_Pattern(text) for text in patterns]
+    def __init__(self, values: Iterable[str]) -> None:
+        """Parse the values. Raises ValueError with the invalid value and the reason."""
+        self._allowed: Final = [_Allowed(text) for text in values]
 
     def refusal(self, endpoint: str) -> str | None:
         """Return in one line why `endpoint` is refused; None if it is not. A host name is not
         resolved here. After the name is resolved, `among` may still refuse the addresses."""
-        try:
-            target, patterns = self._judged(endpoint)
-        except ValueError:
-            patterns = []
-        for each in patterns:
-            if target.address is not None:
-                if each.has_address(target.address):
-                    return None
-            elif each.has_name(target.name) or each.network is not None:
+        name, address, allowed = self._judged(endpoint)
+        for each in allowed:
+            may_be = address is None and (each.network is not None or each.name == name)
+            if may_be or each.has(address):
                 return None
         return f"`{endpoint}` is not allowed by {FLAG}"
 
@@ -228,40 +99,32 @@ class AllowedEndpoints:
         """Return the allowed addresses. `addresses` are the resolved addresses of the endpoint's
         host. Raises PermissionError if no address is allowed."""
         self.check(endpoint)
-        target, patterns = self._judged(endpoint)
-        if target.address is None and any(each.has_name(target.name) for each in patterns):
+        name, address, allowed = self._judged(endpoint)
+        if address is None and any(each.name == name for each in allowed):
             return list(addresses)
-        allowed: list[A] = []
-        refused: list[A] = []
-        for each in addresses:
-            address = _address(str(each[1][0]))
-            is_allowed = address is not None and any(p.has_address(address) for p in patterns)
-            (allowed if is_allowed else refused).append(each)
-        if not allowed:
-            found = ", ".join(str(each[1][0]) for each in refused[:3]) or "no address"
-            raise PermissionError(f"`{endpoint}` is {found}, which is not allowed by {FLAG}")
-        return allowed
+        found = [(each, _address(str(each[1][0]))) for each in addresses]
+        able = [each for each, at in found if any(one.has(at) for one in allowed)]
+        if not able:
+            told = ", ".join(str(each[1][0]) for each in addresses[:3]) or "no address"
+            raise PermissionError(f"`{endpoint}` is {told}, which is not allowed by {FLAG}")
+        return able
 
-    def _judged(self, endpoint: str) -> tuple[_Target, list[_Pattern]]:
-        """Return the parsed endpoint, and the patterns that match its scheme and port."""
-        target = _Target(endpoint)
-        return target, [each for each in self._patterns if each.concerns(target)]
-
-
-def _glob(text: str, star: str) -> re.Pattern[str]:
-    return re.compile(star.join(re.escape(part) for part in text.split("*")))
-
-
-def _ports(text: str, port: str) -> range:
-    if port == "*":
-        return range(_PORT_MAX + 1)
-    found = _PORT_RANGE.fullmatch(port)
-    if found is None:
-        raise ValueError(f"`{text}`: the port is a number, a range such as 5557-5564, or *")
-    first, last = int(found[1]), int(found[2] or found[1])
-    if not first <= last <= _PORT_MAX:
-        raise ValueError(f"`{text}`: there are no ports {port}")
-    return range(first, last + 1)
+    def _judged(self, endpoint: str) -> tuple[str, IpAddress | None, list[_Allowed]]:
+        """Return the host of an endpoint, its address if it is one, and the values that have its
+        port. There are none for an endpoint that cannot be parsed."""
+        scheme, separator, rest = endpoint.partition("://")
+        if not separator:  # an HTTP endpoint of a worker, without scheme
+            scheme, rest = "http", endpoint
+        scheme = scheme.lower()
+        authority = rest if scheme == "tcp" else re.split(r"[/?#]", rest, maxsplit=1)[0]
+        found = _AUTHORITY.fullmatch(authority)
+        if found is None or scheme in _LOCAL or _SCHEME.fullmatch(scheme) is None:
+            return "", None, []
+        name, port = found["host"].lower().removesuffix("."), found["port"]
+        address, number = _address(name), int(port) if port else HTTP_PORTS.get(scheme)
+        if address is None and _NAME.fullmatch(name) is None:
+            return "", None, []
+        return name, address, [each for each in self._allowed if number in each.ports]
 
 
 def _address(host: str) -> IpAddress | None:

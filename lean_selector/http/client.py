@@ -11,8 +11,8 @@ from typing import Final, Protocol, cast
 
 import httptools
 
-from lean_selector.http.allowed_endpoints import Url
 from lean_selector.http.body import ChunkedBody, SizedBody, UnboundedBody
+from lean_selector.http.urls import Url
 
 MOST_HEAD_BYTES: Final = 64 * 1024
 # uvicorn (in vLLM and SGLang) closes an idle connection after five seconds. We close it earlier,

@@ -15,9 +15,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
 from lean_selector import __version__
-from lean_selector.http.allowed_endpoints import AllowedEndpoints, Url
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import AnswerHead, ClientConnection, Upstream
 from lean_selector.http.trust import Credentials
+from lean_selector.http.urls import Url
 
 TIMEOUT_S: Final = 5.0
 MOST_BODY_BYTES: Final = 4 << 20

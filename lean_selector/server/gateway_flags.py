@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import ClassVar, Final, Literal
 
 from lean_selector.gateway.prompt_shapes import PromptSettings
-from lean_selector.http.allowed_endpoints import Url
+from lean_selector.http.urls import Url
 from lean_selector.server.flags import flag
 from lean_selector.server.selector_flags import (
     SESSIONS,

@@ -59,16 +59,16 @@ def _peer(value: str) -> str:
         raise ValueError(f"invalid replica peer endpoint `{value}`: {error}") from None
 
 
-def pattern(value: str) -> str:
-    """Checks and returns a pattern of allowed endpoints. Raises ValueError."""
+def _host(value: str) -> str:
+    """Checks and returns a value of --allow-endpoint. Raises ValueError."""
     _allowed([value])
     return value
 
 
-def _allowed(patterns: list[str]) -> "AllowedEndpoints":
+def _allowed(values: list[str]) -> "AllowedEndpoints":
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
-    return AllowedEndpoints(patterns)
+    return AllowedEndpoints(values)
 
 
 def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
@@ -272,11 +272,11 @@ class PeersFlags(AccessFlags):
 class EndpointsFlags:
     """Allowed endpoints
 
-    allowed: allowlist for connections to workers, events, replays and peers; SCHEME://HOST:PORT;
-      HOST is a name with wildcards, a network such as 10.0.0.0/8, or *; may be repeated; unset: all
+    allowed: allowlist for connections to workers, events, replays and peers; HOST[:PORT[-PORT]];
+      HOST is a name, an address, or a network such as 10.0.0.0/8; may be repeated; unset: all
     """
 
-    allowed: list[str] = flag([], "--allow-endpoint", each=pattern, filled=True, common=True)
+    allowed: list[str] = flag([], "--allow-endpoint", each=_host, filled=True, common=True)
 
     @property
     def rules(self) -> "AllowedEndpoints | None":

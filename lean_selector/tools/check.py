@@ -19,9 +19,9 @@ import zmq.asyncio
 from lean_selector.events.curve_keys import CurveClient, check_curve, new_pair, read_list, read_pair
 from lean_selector.events.links import Links
 from lean_selector.events.names import Resolver
-from lean_selector.http.allowed_endpoints import Url, base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
+from lean_selector.http.urls import Url, base_without_version
 from lean_selector.service.judgements import (
     NO_REPLAY,
     SECRET,

@@ -9,8 +9,8 @@ from typing import Final
 import msgspec
 
 from lean_selector.core.zmq_endpoints import replay_endpoint_for
-from lean_selector.http.allowed_endpoints import Url
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
+from lean_selector.http.urls import Url
 from lean_selector.workers.particulars import Particulars
 
 # -- engines' responses, as far as they are read ---------------------------------------------------

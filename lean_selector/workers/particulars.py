@@ -9,7 +9,7 @@ import xxhash
 
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.http.allowed_endpoints import Url, base_without_version, endpoint_url
+from lean_selector.http.urls import Url, base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRequest
 

@@ -11,8 +11,8 @@ from typing import Final
 
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.worker_health import WorkerHealth
-from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
+from lean_selector.http.urls import url_at
 from lean_selector.parts import Part
 from lean_selector.tasks import watched
 

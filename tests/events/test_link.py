@@ -323,7 +323,7 @@ async def test_a_name_that_moves_to_where_we_may_not_connect_is_not_followed(
 ) -> None:
     monkeypatch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
     addresses = ["127.0.0.2", "127.0.0.1"]  # the first was never allowed
-    allowed = AllowedEndpoints(["tcp://127.0.0.1:*"])
+    allowed = AllowedEndpoints(["127.0.0.1"])
     async with publisher("tcp://127.0.0.1:*") as first:
         port = port_of(first)
         links = Links(resolver=names(engine=addresses), allowed=allowed)

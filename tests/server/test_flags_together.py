@@ -73,11 +73,11 @@ def test_no_removed_flag_is_left_and_what_is_named_instead_exists() -> None:
             "`tcp://a:1` is this replica's own",
         ),
         (
-            "--allow-endpoint *://127.0.0.0/8:* --replica-sync-port 9092"
+            "--allow-endpoint 127.0.0.0/8 --replica-sync-port 9092"
             " --replica-sync-peers tcp://127.0.0.1:9,tcp://198.51.100.1:5557",
             "--replica-sync-peers: `tcp://198.51.100.1:5557` is not allowed by --allow-endpoint",
         ),
-        ("--allow-endpoint 198.51.100.0/24", "is not SCHEME://HOST:PORT"),
+        ("--allow-endpoint tcp://198.51.100.0/24:1", "a scheme has no meaning here"),
         ("--no-router-assume-kv-reuse --router-assume-kv-reuse on", "exclude each other"),
         ("--router-predicted-ttl-secs 5 --use-kv-events off", "use_kv_events=true"),
         ("--router-approximate-cache-policy lru", "lru"),
@@ -131,7 +131,7 @@ def test_a_path_that_would_be_left_out_ends_the_start(
     ("words", "named"),
     [
         ("--prompts-tokenizer /x", "--prompts local"),
-        ("--allow-endpoint tcp://*:*", "`http://a:80` is not allowed by --allow-endpoint"),
+        ("--allow-endpoint b", "`http://a:80` is not allowed by --allow-endpoint"),
         ("--worker-health-interval-secs none --worker-health-path /x", "-interval-secs"),
     ],
 )

@@ -17,7 +17,7 @@ from tests.support.running_service import RunningService, free_port, wait_until
 
 # What is registered may be in this network only, events on two ports; no connection is made to what
 # is refused, so nothing listens there.
-ALLOWED = "http://127.0.0.0/8:*, tcp://127.0.0.0/8:9-10"
+ALLOWED = "127.0.0.1:9-10"
 INSIDE = "tcp://127.0.0.1:9"
 OUTSIDE = "tcp://198.51.100.1:5557"
 TRACKER = "lean_selector.slot_tracker"
@@ -108,9 +108,10 @@ def test_a_found_worker_that_is_not_allowed_is_shown_as_refused_and_never_asked(
             {"endpoint": elsewhere.url, "kv_events_endpoint": OUTSIDE},
         ]
         listed.write_text(json.dumps(rows))
-        ports = [f"http://127.0.0.1:{each.port}" for each in (engine, elsewhere)]
-        flags = ("--discover", f"file:{listed}", *QUICK, "--allow-endpoint", "tcp://127.0.0.1:*")
-        with RunningService(*flags, "--allow-endpoint", ",".join(ports)) as service:
+        ports = [engine.port, engine.events_port, elsewhere.port]
+        allowed = ",".join(f"127.0.0.1:{port}" for port in ports)
+        flags = ("--discover", f"file:{listed}", *QUICK, "--allow-endpoint", allowed)
+        with RunningService(*flags) as service:
             wait_until(lambda: _is(service, engine.url, "registered"), "one is registered")
             error = f"`{other.url}` is not allowed by --allow-endpoint"
             assert _states(service)[other.url] == ("refused", error)
@@ -136,17 +137,18 @@ def _is(service: RunningService, endpoint: str, state: str) -> bool:
 @pytest.mark.parametrize(
     ("allowed", "state"),
     [
-        pytest.param("*://10.0.0.0/8:*", "refused", id="its events are not"),
-        pytest.param("tcp://*:*", "registered", id="to be caught up from it is not"),
+        pytest.param("10.0.0.0/8", "refused", id="its events are not"),
+        pytest.param("0.0.0.0/0:{}", "registered", id="to be caught up from it is not"),
     ],
 )
 def test_a_found_peer_that_is_not_allowed_is_shown_with_what_is_not(
     allowed: str, state: str
 ) -> None:
+    port = free_port()
     flags = (
         *a_sync_port(),
-        *("--replica-sync-discover", f"dns:localhost:{free_port()}"),
-        *("--discover-interval-secs", "0.05", "--allow-endpoint", allowed),
+        *("--replica-sync-discover", f"dns:localhost:{port}"),
+        *("--discover-interval-secs", "0.05", "--allow-endpoint", allowed.format(port)),
     )
     with RunningService(*flags) as service:
         wait_until(lambda: bool(service.get("/discovery")[1]["peers"]), "it is found")
@@ -184,7 +186,7 @@ def listener() -> Iterator[tuple[int, list[object]]]:
 
 def test_a_name_is_connected_to_only_at_addresses_that_are_allowed() -> None:
     """`localhost` may be registered, for it might be in the network; it is not."""
-    flags = ("--allow-endpoint", "*://10.0.0.0/8:*", "--worker-health-interval-secs", "0.05")
+    flags = ("--allow-endpoint", "10.0.0.0/8", "--worker-health-interval-secs", "0.05")
     with (
         listener() as (http, http_seen),
         listener() as (events, events_seen),
@@ -231,7 +233,8 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
         listener() as (found, found_seen),
         listener() as (given, given_seen),
     ):
-        api.put(slice_of("peers", ["localhost"], port=free_port(), port_name="replica-sync"))
+        port = free_port()
+        api.put(slice_of("peers", ["localhost"], port=port, port_name="replica-sync"))
         flags = (
             *a_sync_port(),
             *("--replica-sync-discover", f"kubernetes:{NAMESPACE}/{SERVICE}:replica-sync"),
@@ -240,7 +243,7 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
             *("--kubernetes-api", api.url),
             *("--kubernetes-token-file", str(tmp_path / "token")),
             *("--kubernetes-ca-file", str(tmp_path / "ca.crt")),
-            *("--allow-endpoint", "tcp://localhost:*", "--allow-endpoint", "http://10.0.0.0/8:*"),
+            *("--allow-endpoint", f"localhost:{port}", "--allow-endpoint", "10.0.0.0/8"),
         )
         with NotAsked(*flags) as service:
             words = "which is not allowed by --allow-endpoint"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.http.allowed_endpoints import url_at
+from lean_selector.http.urls import url_at
 from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import NO_EVENTS, Fleet
 from tests.support.fake_engine import FakeEngine
