@@ -204,7 +204,7 @@ class KvListener:
         """Which batches are in the rank's blocks. None while a batch is being applied or is
         missing, or if blocks may be of batches that a peer does not know."""
         seq = self.cursor.complete_to
-        if seq is None or self._work.is_under_way or self.ingest.is_tentative:
+        if seq is None or self._work.is_under_way or not self.ingest.is_alone:
             return None
         return Watermark(seq, max(seq, self.cursor.copied_to), self.cursor.unknown)
 

@@ -48,6 +48,11 @@ def condition(
             f"the engine's blocks are of {ingest.other_size} tokens, the worker's block_size is "
             f"{ingest.block_size}: {other} of {stored + other} stored events were skipped; {_RENEW}"
         )
+    if ingest.stray_events:
+        return MISMATCH, (
+            f"{ingest.stray_events} events name rank {ingest.stray_rank}, the source is registered "
+            f"for rank {ingest.dp_rank}: their blocks count for rank {ingest.stray_rank}"
+        )
     state = cursor.state
     if state is SourceState.SILENT:
         return SILENT, "connected, but no event received, and its replay is empty"

@@ -155,6 +155,7 @@ class KvSubscriptions:
             self._held.discard(rank)
         ending = listener.stop()
         spoken_for = listener.ingest.dp_ranks
+        listener.ingest.close()
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
         return spoken_for

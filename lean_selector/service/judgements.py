@@ -70,8 +70,8 @@ _STATES: Final[dict[str, tuple[str, str, str | None]]] = {
     ),
     "mismatch": (
         Level.ERROR,
-        "its events do not match the registration and are skipped",
-        "DELETE the worker, then POST it with the engine's block_size and is_eagle",
+        "its events do not match the registration",
+        "DELETE the worker, then POST it with the engine's block_size, is_eagle and ranks",
     ),
     "unreachable": (Level.ERROR, "is not connected", _NOT_HEARD),
     "connecting": (Level.WARNING, "not connected yet", _NOT_HEARD),

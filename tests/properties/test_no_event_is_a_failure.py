@@ -76,6 +76,7 @@ def check(payloads: list[bytes], *, is_quick: bool) -> None:
         for name in run.block_hashes
     }
     assert len(dumped) <= source.held
+    source.ingest.close()
     for worker_id in source.index.workers():
         source.index.drop_worker(worker_id)
     while source.index.sweep(1000):

@@ -637,6 +637,26 @@ async def test_what_was_unknown_to_the_peer_is_unknown_here(of: Service) -> None
         assert of.subscriptions.statuses()[0].state == "partial"
 
 
+@inside(service)
+async def test_a_source_whose_events_name_another_rank_says_so_and_gives_no_watermark(
+    of: Service,
+) -> None:
+    with KvEventPublisher(kv_block_size=SIZE, endpoint="tcp://127.0.0.1:*", dp_rank=5) as engine:
+        of.register(endpoint=engine.endpoint)
+
+        def is_heard() -> bool:
+            engine.publish_stored(None, [1, 2], None, [77])
+            return of.blocks(dp_rank=5) == 1
+
+        await until(is_heard, "the engine is heard")
+        (source,) = of.subscriptions.statuses()
+        assert source.state == "mismatch"
+        assert "name rank 5" in (source.problem or "")
+        assert of.subscriptions.watermarks(of.partition) == {}
+        of.register(endpoint=NO_ENGINE)
+        assert of.index.is_empty
+
+
 # -- the process ----------------------------------------------------------------------------------
 
 

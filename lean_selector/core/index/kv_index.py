@@ -136,6 +136,8 @@ class KvIndex:
         self._dp_ranks: dict[int, set[int]] = {}
         self._ranks: dict[RankKey, Holdings] = {}  # only ranks with a block
         self._learned: dict[RankKey, LearnedFacts] = {}  # until the rank is cleared
+        # By the rank of a source: the blocks that the source has stored for other ranks.
+        self.strays: dict[int, KvIndex] = {}
         self._sweeps = Sweeps()
         # How many device blocks may be dropped until the next review of holes.
         self._until_review = holes.REVIEW_AFTER
@@ -156,28 +158,30 @@ class KvIndex:
 
     @property
     def total_blocks(self) -> int:
-        return sum(rank.blocks() for rank in self._ranks.values())
+        blocks = sum(rank.blocks() for rank in self._ranks.values())
+        return blocks + sum(strays.total_blocks for strays in self.strays.values())
 
     @property
     def is_empty(self) -> bool:
-        return not self._ranks
+        return not (self._ranks or any(not strays.is_empty for strays in self.strays.values()))
 
     def ranks(self) -> list[RankKey]:
         """The ranks that hold a block on any tier, sorted."""
-        return sorted(self._ranks)
+        return sorted(set(self._ranks).union(*[each._ranks for each in self.strays.values()]))
 
     def workers(self) -> set[int]:
         """The workers with at least one rank that holds a block on any tier."""
-        return set(self._dp_ranks)
+        return set(self._dp_ranks).union(*[each._dp_ranks for each in self.strays.values()])
 
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
         """Return how many blocks a rank holds on a tier, including blocks after a missing block."""
+        blocks = sum(each.blocks(worker_id, dp_rank, tier) for each in self.strays.values())
         rank = self._ranks.get((worker_id, dp_rank))
-        if rank is None:
-            return 0
-        if tier == Tier.DEVICE:
-            return rank.device.blocks
-        return len(rank.lower[tier - 1]) if rank.lower else 0
+        if rank is not None and tier == Tier.DEVICE:
+            blocks += rank.device.blocks
+        elif rank is not None and rank.lower:
+            blocks += len(rank.lower[tier - 1])
+        return blocks
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
         """Return, by rank, how many leading blocks of a prompt the rank holds on each tier."""
@@ -220,6 +224,18 @@ class KvIndex:
         return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
 
     # What is known of a rank beside its blocks
+
+    def of_strays(self, source: int) -> "KvIndex":
+        """Return the index of the blocks that sources of this rank store for other ranks."""
+        strays = self.strays.get(source)
+        if strays is None:
+            strays = self.strays[source] = self.beside()
+            strays.bounds = self.bounds
+        return strays
+
+    def has_strays(self, key: RankKey) -> bool:
+        """Whether other sources hold blocks for a rank."""
+        return any(key in strays._ranks for strays in self.strays.values())
 
     def learned(self, key: RankKey) -> LearnedFacts | None:
         """Return what a rank's events have shown since the rank was last cleared."""
@@ -387,6 +403,8 @@ class KvIndex:
     def drop_worker(self, worker_id: int) -> int:
         """Drop the limits of a worker, the blocks of all its ranks, and what was learned of it."""
         self.bounds.forget(worker_id)
+        for strays in self.strays.values():
+            strays.drop_worker(worker_id)
         ranks = {dp_rank for worker, dp_rank in self._learned if worker == worker_id}
         return self.clear(worker_id, *ranks.union(self._dp_ranks.get(worker_id, ())))
 
@@ -415,6 +433,8 @@ class KvIndex:
 
     def abandon(self) -> None:
         """Drop all blocks; `sweep` frees the memory later. The index is unusable afterwards."""
+        for strays in self.strays.values():
+            strays.abandon()
         self.do_in_steps(self._clear_all())
 
     def _clear_all(self) -> Iterator[None]:
@@ -483,6 +503,8 @@ class KvIndex:
                 watermarks.pop(key, None)
             else:
                 watermarks[key] = Watermark(before.seq, after.until, after.unknown)
+        for strays in list(self.strays.values()):
+            yield from strays.dump(worker_id)
 
     # Changing
 

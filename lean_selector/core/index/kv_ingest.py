@@ -110,7 +110,10 @@ class KvIngest:
         # blocks whose hash covers the next token while those of prompts do not, or vice versa.
         self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
-        self._ranks: set[int] = set()  # ranks that sent events, at most MAX_RANKS
+        # Also since then: events for another rank than the source's, and the last such rank.
+        self.stray_events = self.stray_rank = 0
+        self._strays: dict[int, KvIngest] = {}  # by that rank, at most MAX_RANKS
+        self._has_told = False  # whether there were events for the source's own rank
 
     @property
     def block_size(self) -> int:
@@ -140,11 +143,9 @@ class KvIngest:
         for skipped in batch.skipped:
             counts.skip(skipped.event_type, skipped.reason, skipped.count)
         dp_rank = self.dp_rank if batch.dp_rank is None else batch.dp_rank
-        if dp_rank not in self._ranks:
-            if len(self._ranks) >= MAX_RANKS:
-                counts.skip("unknown", "too_many_ranks", len(batch.events))
-                return False
-            self._ranks.add(dp_rank)
+        if dp_rank != self.dp_rank:
+            return self._apply_strays(dp_rank, batch, is_again)
+        self._has_told = True
         rank = self._index.learn((self.worker_id, dp_rank))
         rank.announced_end = None
         self._is_again = is_again or rank.is_tentative
@@ -160,22 +161,59 @@ class KvIngest:
                 self._remove(dp_rank, rank, event)
             else:
                 assert type(event) is AllBlocksCleared
-                self._clear({dp_rank})
+                self._clear()
                 groups, reports_hits = rank.is_prefix_group, rank.reports_hits
                 rank = self._index.learn((self.worker_id, dp_rank))
                 rank.is_prefix_group, rank.reports_hits = groups, reports_hits
                 self._is_again = is_again
                 counts.cleared += 1
                 cleared = True
-        return cleared and len(self._ranks) == 1
+        return cleared and not self._strays
+
+    def _apply_strays(self, dp_rank: int, batch: EventBatch, is_again: bool) -> bool:
+        """Apply a batch for another rank than the source's. Its blocks count there, as in the
+        reference. But that may be the rank of another source, so they are kept apart: a clear or
+        restart of one engine leaves the blocks of the other."""
+        strays = self._strays.get(dp_rank)
+        if strays is None:
+            if len(self.dp_ranks) >= MAX_RANKS:
+                self.counts.skip("unknown", "too_many_ranks", len(batch.events))
+                return False
+            index = self._index.of_strays(self.dp_rank)
+            where = self.worker_id, dp_rank, self._on_emptied
+            strays = KvIngest(index, *where, is_eagle=self.is_eagle)
+            strays.counts = self.counts
+            self._strays[dp_rank] = strays
+            copied = self._index.learned((self.worker_id, dp_rank))
+            if copied is not None and copied.is_tentative:  # no other source would replace them
+                self._index.clear(self.worker_id, dp_rank)
+        self.stray_events += len(batch.events)
+        self.stray_rank = dp_rank
+        cleared = strays.apply(EventBatch(dp_rank, batch.events, []), is_again)
+        return cleared and len(self._strays) == 1 and not self._has_told
 
     def clear(self) -> None:
         """Reset the source: drop the blocks of all its ranks, and forget the cache salts and KV
         cache groups that its events have shown."""
-        self._clear(self.dp_ranks)
+        self._clear()
+        self.close()
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = self.counts.stored
-        self._ranks.clear()
+        self.stray_events = 0
+        self._has_told = False
+
+    def close(self) -> None:
+        """Drop the blocks that the source has stored for other ranks than its own."""
+        for strays in self._strays.values():
+            strays.clear()
+        self._strays.clear()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all events were for the registered rank, and its blocks are all of this source's
+        events."""
+        has_strays = self.stray_events > 0 or self._index.has_strays((self.worker_id, self.dp_rank))
+        return not (has_strays or self.is_tentative)
 
     @property
     def is_tentative(self) -> bool:
@@ -187,13 +225,12 @@ class KvIngest:
     @property
     def dp_ranks(self) -> set[int]:
         """The ranks in the source's events, and the rank for which the source is registered."""
-        return {*self._ranks, self.dp_rank}
+        return {*self._strays, self.dp_rank}
 
-    def _clear(self, dp_ranks: set[int]) -> None:
-        self._index.clear(self.worker_id, *dp_ranks)
+    def _clear(self) -> None:
+        self._index.clear(self.worker_id, self.dp_rank)
         if self._on_emptied is not None:
-            for dp_rank in dp_ranks:
-                self._on_emptied(self.worker_id, dp_rank)
+            self._on_emptied(self.worker_id, self.dp_rank)
 
     def _store(self, dp_rank: int, rank: LearnedFacts, event: BlockStored) -> None:
         tier = event.tier

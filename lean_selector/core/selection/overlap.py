@@ -27,6 +27,10 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
         found.append((Matched(blocks), ranks))
     if extended:
         found = [*extended, *found]
+    for strays in partition.index.strays.values():
+        sets, extended = strays.match_sets(local_hashes)
+        sets += [(match.device, ranks) for match, ranks in extended]
+        found = _raised(found, sets)
     if partition.predicted is not None:
         found = _raised(found, partition.predicted.match_sets(local_hashes)[0])
     return found
@@ -35,6 +39,10 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
     """Return how many blocks of the prompt each rank has. Includes unregistered workers' ranks."""
     matches = partition.index.match(local_hashes)
+    for strays in partition.index.strays.values():
+        for key, match in strays.match(local_hashes).items():
+            ours = matches.get(key)
+            matches[key] = match if ours is None else _with_device(ours, match.device)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
             matches[key] = _with_device(matches.get(key, NOTHING), predicted.device)

@@ -347,6 +347,49 @@ def test_a_source_that_starts_again_has_nothing_on_any_rank(source: Source) -> N
     assert source.skipped == {("stored", "other_group"): 1}
 
 
+def test_sources_that_name_one_rank_keep_their_own_blocks() -> None:
+    """Both say rank 0, as engines do that know of no other; each has its own tokens in block 1."""
+    index = KvIndex(2)
+    first, second = KvIngest(index, 7, 0), KvIngest(index, 7, 1)
+    sources = first, second
+    prompts = [[1, 1], [2, 2]]
+
+    def held() -> tuple[int, int]:
+        matches = [index.match(local_hashes(prompt, 2)) for prompt in prompts]
+        strays = [each.match(local_hashes(prompts[1], 2)) for each in index.strays.values()]
+        assert (7, 1) not in matches[1]
+        return len(matches[0]), sum(map(len, strays))
+
+    def tell(at: int, event: Event) -> None:
+        sources[at].apply(EventBatch(0, [event], []))
+
+    for again in range(3):
+        for at, tokens in enumerate(prompts):
+            tell(at, BlockStored([1], None, tokens, 2, Tier.DEVICE))
+        assert held() == (1, 1)
+        assert index.blocks(7, 0, Tier.DEVICE) == 2
+        assert second.stray_events == 1
+        assert {first.is_alone, second.is_alone} == {False}
+        if again < 2:
+            tell(again, AllBlocksCleared())
+            assert held() == (again, 1 - again)
+            sources[1 - again].clear()
+            assert held() == (0, 0)
+            second.clear()
+    second.close()
+    assert held() == (1, 0)
+    assert first.is_alone
+
+
+def test_what_was_copied_for_a_rank_that_another_source_names_is_replaced() -> None:
+    """No source of that rank would ever do it."""
+    index = KvIndex(2)
+    index.store(7, 5, Tier.DEVICE, None, [9], b"12345678")
+    index.learn((7, 5)).is_tentative = True
+    KvIngest(index, 7, 0).apply(EventBatch(5, [BlockRemoved([1], Tier.DEVICE)], []))
+    assert index.is_empty
+
+
 def test_ranks_beyond_the_limit_are_not_indexed(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
