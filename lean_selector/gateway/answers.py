@@ -190,7 +190,7 @@ class _WholeAnswer:
 _BLANK_LINE: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _BOM: Final = b"\xef\xbb\xbf"
-_MOST_EVENT_BYTES: Final = 1 << 20  # of a longer event, nothing is read
+_MOST_EVENT_BYTES: Final = 4 << 20  # of a longer event, nothing is read
 _DONE: Final = b"[DONE]"
 _USAGE_OBJECT: Final = re.compile(rb'"usage"[ \t]*+:[ \t]*+\{')
 # What can matter in an event after the first token, if events have types.

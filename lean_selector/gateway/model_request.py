@@ -73,11 +73,6 @@ _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
-# Media in /v1/messages and /v1/responses. In chats, all parts that are not text are media.
-_MEDIA_PARTS: Final = frozenset({
-    *(b'"image"', b'"document"', b'"input_image"', b'"input_file"', b'"input_audio"'),
-    b'"computer_screenshot"',
-})  # fmt: skip
 _TOOL_RESULT: Final = b'"tool_result"'  # a part whose content may have parts
 # Clients move `cache_control` to another part in each turn, and engines ignore it.
 _CACHE_CONTROL: Final = re.compile(rb',\s*+"cache_control"\s*+:\s*+\{[^{}]*+\}')
@@ -112,6 +107,13 @@ class Kind:
 
 COMPLETIONS: Final = frozenset({Kind.CHAT, Kind.TEXT, Kind.IDS})
 CHATS: Final = frozenset({Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES})
+# The types of parts that are media. In chats, these are all parts that are not text.
+_MEDIA_PARTS: Final = {
+    Kind.MESSAGES: frozenset({b'"image"', b'"document"'}),
+    Kind.RESPONSES: frozenset({
+        *(b'"input_image"', b'"input_file"', b'"input_audio"', b'"computer_screenshot"'),
+    }),
+}  # fmt: skip
 
 
 class ModelRequest:
@@ -290,7 +292,7 @@ class ModelRequest:
             form = bytes(part.type)
             if form in _TEXT_PARTS:
                 self._part_text_bytes += size_of(part.text)
-            elif kind == Kind.CHAT or form in _MEDIA_PARTS:
+            elif kind == Kind.CHAT or form in _MEDIA_PARTS[kind]:
                 self._media += 1
             elif form == _TOOL_RESULT and not is_result:
                 self._read_content(part.content, kind, True)

@@ -341,7 +341,7 @@ def test_nothing_is_sent_before_it_is_known_whether_the_first_event_is_an_error(
 
 def test_an_event_that_is_too_long_is_passed_on_in_pieces_and_not_read() -> None:
     reader = AnswerReader(True, drops_usage=True)
-    piece = b"x" * (1 << 18)
+    piece = b"x" * (1 << 20)
     assert reader.feed(b'data: {"choices":[],"usage":{"prompt_tokens":1},"x":"') == b""
     assert b"".join(reader.feed(piece) for _ in range(6)).endswith(piece)
     assert reader.feed(piece) == piece

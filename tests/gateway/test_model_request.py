@@ -246,6 +246,7 @@ def test_a_medium_is_a_part_of_a_content_and_not_a_tool_s_argument(
         ({"type": "function_call_output", "output": [{"type": "input_text", "text": "x"}]}, 0),
         ({"type": "function_call_output", "output": '{"type":"input_image"}'}, 0),
         ({"type": "function_call_output", "output": [PICTURE]}, 1),
+        ({"type": "function_call_output", "output": [{"type": "image"}]}, 0),
         ({"type": "computer_call_output", "output": SHOT, "acknowledged": [SHOT]}, 1),
     ],
 )
