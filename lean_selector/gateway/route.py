@@ -159,7 +159,7 @@ class RouteHandler:
         except Exception as error:
             found = error
         if isinstance(found, Queued):
-            pending.on_disconnect = found.cancel
+            found.wait_with(pending)
             found.on_answer(tell)
         else:
             tell(found)

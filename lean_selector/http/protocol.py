@@ -9,6 +9,7 @@ import array
 import asyncio
 import fcntl
 import logging
+import select
 import termios
 from collections import deque
 from collections.abc import Callable
@@ -324,7 +325,7 @@ class HttpProtocol(asyncio.Protocol):
         self._parked, self._parked_request = reply, parked
         self._parked_bytes = reply.held_bytes
         self._holds |= _PARKED  # `data_received` then updates reading
-        reply.park(self._finish_parked)
+        reply.park(self._finish_parked, self._has_client)
 
     def _finish_parked(self, response: Response) -> None:
         """Write the answer that was pending, and schedule the queued requests for a later turn of
@@ -335,6 +336,14 @@ class HttpProtocol(asyncio.Protocol):
         if not self.transport.is_closing():
             self.transport.write(self._framed(request, response))
             self._after_parked()
+
+    def _has_client(self) -> bool:
+        if self.transport.is_closing():
+            return False
+        has_ended = _has_ended(self.transport)
+        if has_ended:  # reading may be paused, so that the end would not be read
+            self.transport.close()
+        return not has_ended
 
     def _unpark(self) -> None:
         self._parked = self._parked_request = None
@@ -437,6 +446,17 @@ def _size_of(request: Request) -> int:
     query = 0 if request.query is None else len(request.query)
     head = len(request.path) + query + len(request.section)
     return _REQUEST_BYTES + head + len(request.body)
+
+
+def _has_ended(transport: asyncio.Transport) -> bool:
+    """Whether the client has closed its end, or reset the connection, as far as the kernel knows.
+    (Only Linux tells of a close that was not read yet.)"""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return False
+    ends = select.poll()
+    ends.register(sock.fileno(), getattr(select, "POLLRDHUP", 0))
+    return bool(ends.poll(0))
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:

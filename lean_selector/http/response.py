@@ -126,7 +126,10 @@ class PendingReply:
     client that half-closes, as `nc -N` does after its request, counts as disconnected. But if
     the app works on the answer already (`is_being_made`), such a client still gets the answer."""
 
-    __slots__ = ("_observers", "_send", "held_bytes", "is_being_made", "on_disconnect", "response")
+    __slots__ = (
+        "_has_client", "_observers", "_send", "held_bytes", "is_being_made", "on_disconnect",
+        "response",
+    )  # fmt: skip
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
@@ -138,6 +141,12 @@ class PendingReply:
         self.held_bytes = 0  # memory that the app meanwhile holds for the request, if much
         self._observers: list[tuple[Callable[[Response], None], Callable[[], None]]] = []
         self._send: Callable[[Response], None] | None = None
+        self._has_client: Callable[[], bool] | None = None
+
+    def has_client(self) -> bool:
+        """Whether the client still waits, as far as this host knows: a disconnect may have arrived
+        without being read yet. If it has, the connection is closed."""
+        return self._has_client is None or self._has_client()
 
     def observe(
         self, on_answer: Callable[[Response], None], on_hang_up: Callable[[], None]
@@ -159,17 +168,19 @@ class PendingReply:
         observers, self._observers = self._observers, []
         for on_answer, _ in observers:
             on_answer(response)
-        send, self._send = self._send, None
+        send, self._send, self._has_client = self._send, None, None
         if send is not None:
             send(response)
 
-    def park(self, send: Callable[[Response], None]) -> None:
-        """For the protocol: set the function that sends the response."""
+    def park(self, send: Callable[[Response], None], has_client: Callable[[], bool]) -> None:
+        """For the protocol: set the function that sends the response, and the one that tells
+        whether the client still waits for it."""
         self._send = send
+        self._has_client = has_client
 
     def hang_up(self) -> None:
         """For the protocol: report that the client has disconnected."""
-        self._send = None
+        self._send = self._has_client = None
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         observers, self._observers = self._observers, []
         for _, on_hang_up in observers:

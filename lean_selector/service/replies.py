@@ -85,10 +85,16 @@ class Queued:
         """Takes the request out of the queue, or frees what was reserved for it just now."""
         self._waiting.cancel(self._clock())
 
+    def wait_with(self, pending: "LaterReply") -> None:
+        """Makes the request wait as long as the client of `pending` does."""
+        pending.on_disconnect = self.cancel
+        pending.held_bytes = self.held_bytes
+        self._waiting.has_client = pending.has_client
+
     def reply(self) -> "LaterReply":
         """Returns the answer over HTTP."""
-        pending = LaterReply(self.cancel)
-        pending.held_bytes = self.held_bytes
+        pending = LaterReply()
+        self.wait_with(pending)
         self.on_answer(pending.tell)
         return pending
 

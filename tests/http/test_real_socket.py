@@ -9,6 +9,7 @@ import logging
 import os
 import resource
 import socket
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,32 @@ async def test_a_hang_up_while_parked_is_noticed(server: Server, how: str) -> No
     parked.resolve(encode_response(200, b"nobody reads this"))
     await until(lambda: not server.connections.open)
     assert server.handled == 1
+
+
+@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("sent", [b"", GET * 1_000], ids=["reading", "not reading"])
+@on_tcp
+async def test_a_hang_up_can_be_asked_for_before_it_is_read(
+    server: Server, how: str, sent: bytes
+) -> None:
+    """All of it in one turn of the loop, which reads nothing meanwhile."""
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n")
+        parked = await server.parked.get()
+        while sent and server.protocols[0].transport.is_reading():
+            client.sendall(sent)
+            await asyncio.sleep(0)
+        assert parked.has_client()
+        if how == "half-close":
+            client.shutdown(socket.SHUT_WR)
+        else:
+            if how == "reset":
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+        assert not parked.has_client()
+        assert not parked.has_client()
+        await server.hung_up.wait()
+        await until(lambda: not server.connections.open)
 
 
 @on_tcp

@@ -144,6 +144,26 @@ def test_parked_requests_are_told_that_the_service_stops() -> None:
                 assert told.count('{"error":"endpoint subscriber shutdown"}') == count
 
 
+def test_nothing_is_reserved_for_a_client_whose_end_has_come_but_was_not_read() -> None:
+    """While the process is stopped, capacity is freed, then a client that waits closes."""
+    flags = ("--drain-secs", "3600", "--queue-threshold", "1")
+    with RunningService(*flags, env=NO_EVENTS) as service:
+        service.add_worker(max_num_batched_tokens=1)
+        service.book("a")
+        with Connection(service.port) as freeing, Connection(service.port) as waiting:
+            assert freeing.exchange().startswith(b"HTTP/1.1 200 ")
+            waiting.post("/select_and_reserve", {**PROMPT, "reservation_id": "b"})
+            wait_until(lambda: pending(service) == 1, "a request is queued")
+            service.process.send_signal(signal.SIGSTOP)
+            freeing.send(b"DELETE /reservations/a HTTP/1.1\r\nhost: x\r\n\r\n")
+            waiting.socket.close()
+            service.process.send_signal(signal.SIGCONT)
+            assert freeing.read().startswith(b"HTTP/1.1 200 ")
+        wait_until(lambda: pending(service) == 0, "who has gone is not queued")
+        assert service.request("DELETE", "/reservations/b")[0] == 404
+        assert service.stop()[0] == 0
+
+
 def test_a_request_that_crosses_the_signal_is_answered(tmp_path: Path) -> None:
     """The process is stopped while it comes, on connections old and new: nothing is by chance."""
     path = tmp_path / "s"

@@ -57,7 +57,10 @@ class Waiting:
     Set `on_answer` in the turn of the loop in which the selector returned this object. It is called
     once, with the placement or with the error (always a SelectorError, unless there is a bug)."""
 
-    __slots__ = ("_queue", "_timer", "answer", "arrived_at", "key", "line", "on_answer", "request")
+    __slots__ = (
+        "_queue", "_timer", "answer", "arrived_at", "has_client", "key", "line", "on_answer",
+        "request",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class Waiting:
         self.line = line
         self.key: Place = (-request.strict_priority, -score, serial)
         self.on_answer: Callable[[Placement | Exception], None] = _nobody
+        self.has_client: Callable[[], bool] = _yes  # asked before the request is placed
         self.answer: Placement | Exception | None = None
 
     def cancel(self, now: float) -> None:
@@ -108,6 +112,10 @@ class Waiting:
 
 def _nobody(answer: Placement | Exception) -> None:
     """Ignores the answer."""
+
+
+def _yes() -> bool:
+    return True
 
 
 _place = attrgetter("key")
@@ -407,9 +415,11 @@ class Queue:
     def _go(self, room: Headroom, waiting: Waiting, passes: bool) -> None:
         """Place a queued request. If `passes`, the request overtakes earlier requests, which stay
         queued. A request that overtakes may use only ranks below the queue's threshold."""
+        self.leave(waiting)
+        if not waiting.has_client():
+            return  # otherwise its reservation would stand until it expires
         now = room.now
         waited_s = waiting.request.waited_s = now - waiting.arrived_at
-        self.leave(waiting)
         answer: Placement | Exception
         try:
             assert self._place is not None

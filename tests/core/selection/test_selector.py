@@ -88,6 +88,25 @@ def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector)
     assert queueing.placed("r") == (1, 0)
 
 
+def test_nothing_is_booked_for_a_client_that_has_gone_and_the_next_one_is_placed(
+    queueing: DrivenSelector,
+) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+    gone = queueing.selector.select(
+        queueing.partition, queueing.request([], 9, books=True, reservation_id="gone"), 0.0
+    )
+    assert isinstance(gone, Waiting)
+    answers: list[Placement | Exception] = []
+    gone.on_answer, gone.has_client = answers.append, lambda: False
+    queueing.book("next", isl_tokens=9)
+    queueing.selector.reservations.free("fill1", queueing.now)
+    gone.cancel(queueing.now)
+    assert queueing.placed("next") == (1, 0)
+    assert list(queueing.partition.slots.reservations) == ["next"]
+    assert (answers, queueing.pending()) == ([], (0, 0))
+
+
 def test_a_peers_event_about_an_unknown_partition_changes_nothing(queueing: DrivenSelector) -> None:
     queueing.selector.load_changed("other", "default", "r", queueing.now)
 
