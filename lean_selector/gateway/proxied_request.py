@@ -1,15 +1,44 @@
 """One proxied request, from the choice of a worker to the end of the answer.
 
-Handles events in any order: the choice, the connection, pieces of the answer, a failing worker, a
-client that disconnects. Ends the worker's lease (the claim on the worker) exactly once. Nothing in
-this module waits; `placing` waits, before the request is sent.
+Anything may happen at any time: the worker refuses the connection, sheds the request, answers 500,
+or dies amid its answer; the client goes, or reads slowly; the search for a worker ends after the
+client has gone. Whatever happens, the client must get one answer, or see that it broke off, and the
+lease (the claim on the worker) must end exactly once: a lease that stays makes its worker look busy
+for ever, and one that ends twice makes the next request's load vanish.
 
-Until the first byte of the answer's body arrives, the client has received nothing, so another
-worker can be tried. Afterwards, pieces are relayed as they arrive, at the client's pace.
+The rule: until the client has received a byte, everything can be taken back, so another worker is
+tried. From then on nothing can, and a failure of the worker breaks the client's connection off. So
+the first byte is sent late: not when the head of the answer arrives, but with the body, and of a
+stream with its first whole event, because vLLM answers 200 and then reports in an event that its
+core has died. Nothing in this module waits: the loop calls the methods, each call changes the state
+as the table says, and `placing` waits before the request is sent. Pieces are relayed at the
+client's pace.
 
-A request may be the cause of a failure: there are requests that end the process of any engine. So
-if one was sent, and the worker failed (its connection broke, or it answered 500 or 502), only one
-other worker gets it."""
+Three other ways were tried. To compare the first read with an error's bytes: an error in two reads
+was relayed. To try all workers: a request may be the cause of a failure, and there are requests
+that end the process of any engine, so one such request ended five engines. If a request was sent,
+and the worker failed (its connection broke, or it answered 500 or 502), only one other worker gets
+it. To retry every request: when many workers fail, retries overload the others, so retries of all
+requests have one budget.
+
+The table has the next state for what happens in each state; where a cell is empty, it cannot
+happen. If no other worker may be tried, the request is OVER instead of LOOKING.
+
+    what happens      LOOKING   SENT       SHEDDING   RELAYING
+    sent              SENT
+    refused           LOOKING
+    fail              OVER
+    head of an error            SHEDDING
+    head of another             SENT
+    first error event           SHEDDING
+    incomplete event            SENT
+    body                        RELAYING   SHEDDING   RELAYING
+    end                         OVER       LOOKING    OVER
+    lost                        LOOKING    LOOKING    OVER
+    lost, was kept              LOOKING    LOOKING
+    hung up           OVER      OVER       OVER       OVER
+    timed out         OVER      OVER       OVER
+"""
 
 import asyncio
 import logging
@@ -42,10 +71,10 @@ _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
 class State(Enum):
-    """From LOOKING on, each attempt goes SENT, then SHEDDING and LOOKING again, or RELAYING."""
+    """What a request is at. The table above has the changes."""
 
     LOOKING = auto()  # for a worker
-    SENT = auto()  # to the worker; no body of its answer has arrived
+    SENT = auto()  # to the worker; the client got nothing of its answer
     SHEDDING = auto()  # the worker answers an error, which is kept, and another is tried after it
     RELAYING = auto()  # the client gets the answer
     OVER = auto()

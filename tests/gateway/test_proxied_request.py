@@ -11,11 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lean_selector.gateway import proxied_request
 from lean_selector.gateway.answers import Additions
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompts import Routed
-from lean_selector.gateway.proxied_request import ProxiedRequest
+from lean_selector.gateway.proxied_request import ProxiedRequest, State
 from lean_selector.gateway.upstreams import WorkerLease
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.connections import Connections
@@ -25,6 +26,8 @@ from lean_selector.http.streaming import StreamingProtocol
 from tests.http.test_protocol import Transport
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+FAILED = b'data: {"error": {"message": "it died", "type": "InternalServerError", "code": %d}}\n\n'
+FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -306,12 +309,10 @@ class Errand:
     def __init__(self, routed: Routed | None = None) -> None:
         self.judged: list[str] = []
         self._routed = routed
-        client, self.transport = (
-            StreamingProtocol(self._app, Connections(lambda _: None)),
-            Transport(),
-        )
-        client.connection_made(self.transport)
-        client.data_received(REQUEST)
+        self.client = StreamingProtocol(self._app, Connections(lambda _: None))
+        self.transport = Transport()
+        self.client.connection_made(self.transport)
+        self.client.data_received(REQUEST)
 
     def _app(self, request: Request) -> PendingReply:
         judge: Any = lambda lease, outcome: self.judged.append(outcome)  # noqa: E731
@@ -342,6 +343,107 @@ class Errand:
         """It goes to a worker of this number."""
         lease = self.lease(number)
         return lease, *self.sent(lease)
+
+
+# -- the table of states ---------------------------------------------------------------------------
+
+
+def cells() -> list[tuple[str, State, State]]:
+    """(what happens, state, next state) of the table in the module's docstring."""
+    text = proxied_request.__doc__ or ""
+    header, *rows = text[text.index("    what happens") :].splitlines()
+    columns = [(header.index(each.name), each) for each in State if each is not State.OVER]
+    first = columns[0][0]
+    return [
+        (row[:first].strip(), state, State[name])
+        for row in rows
+        for at, state in columns
+        if (name := row[at : at + 9].strip())
+    ]
+
+
+EVENT = b'data: {"choices":[{}]}\n\n'
+
+
+class Driven:
+    """A request in a state, to which something happens."""
+
+    def __init__(self, state: State) -> None:
+        self.errand = Errand(Routed("m", "default", cast(Any, None), b"{}", None, streams=True))
+        self.worker: ClientConnection | None = None
+        if state is not State.LOOKING:
+            _, self.worker, _ = self.errand.sent_to(0)
+        if state is State.SHEDDING:
+            self.worker_sends(b"HTTP/1.1 503 x\r\ntransfer-encoding: chunked\r\n\r\n")
+        if state is State.RELAYING:
+            self.worker_sends(HEAD + self.chunk(EVENT))
+        assert self.of.state is state
+
+    @property
+    def of(self) -> ProxiedRequest:
+        return self.errand.of
+
+    def chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    def worker_sends(self, data: bytes) -> None:
+        assert self.worker is not None
+        self.worker.data_received(data)
+
+    def take(self) -> None:
+        self.of.takes(BookedLease(Upstream("http://w9:1", 9, 0.0)))
+
+    def happens(self, what: str) -> None:
+        head = b"" if self.of.state is not State.SENT else HEAD
+        if what == "sent":
+            self.errand.sent_to(0)
+        elif what == "refused":
+            self.take()
+            self.of.refused("connection refused")
+        elif what == "fail":
+            self.of.fail(503, "no worker")
+        elif what == "head of an error":
+            self.worker_sends(b"HTTP/1.1 500 x\r\ntransfer-encoding: chunked\r\n\r\n")
+        elif what == "head of another":
+            self.worker_sends(HEAD)
+        elif what == "first error event":
+            self.worker_sends(HEAD + self.chunk(FAILED % 500))
+        elif what == "incomplete event":
+            self.worker_sends(HEAD + self.chunk(EVENT[:-1]))
+        elif what == "body":
+            self.worker_sends(head + self.chunk(EVENT))
+        elif what == "end":
+            self.worker_sends(head + b"0\r\n\r\n")
+        elif what == "lost":
+            assert self.worker is not None
+            self.worker.connection_lost(None)
+        elif what == "lost, was kept":
+            self.of.on_lost("closed", True)
+        elif what == "hung up":
+            self.errand.client.connection_lost(None)
+        else:
+            assert what == "timed out"
+            self.of.time_out(5.0)
+
+
+@pytest.mark.parametrize(("what", "state", "told"), cells())
+def test_the_state_changes_as_the_table_says(what: str, state: State, told: State) -> None:
+    driven = Driven(state)
+    driven.happens(what)
+    assert driven.of.state is told
+    if told is State.LOOKING and what != "refused":  # a connection that was refused costs nothing
+        driven = Driven(state)
+        while driven.of._counts.retry_budget.take():
+            pass
+        driven.happens(what)
+        assert driven.of.state is State.OVER
+
+
+def test_the_table_has_every_state_and_every_change_of_it() -> None:
+    changes = {(state, told) for _, state, told in cells()}
+    assert {each for change in changes for each in change} == set(State)
+    assert (State.RELAYING, State.LOOKING) not in changes
+    assert len(cells()) == 25
 
 
 def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
@@ -390,10 +492,6 @@ def test_an_error_that_is_too_long_to_be_kept_is_no_answer() -> None:
     assert (pieces, lease.told, transport.state) == (129, ["freed failed"], "aborted")
     errand.of.fail(502, "none is left")
     assert b"".join(errand.transport.writes).startswith(b"HTTP/1.1 502 ")
-
-
-FAILED = b'data: {"error": {"message": "it died", "type": "InternalServerError", "code": %d}}\n\n'
-FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}}\n\n'
 
 
 @pytest.mark.parametrize("is_read", [False, True])
