@@ -34,8 +34,8 @@ def selector_discovery(core: SelectorCore, replication: Replication | None) -> D
 
         def register(spec: WorkerSpec, anew: bool) -> list[str]:
             worker = selector.upsert_worker(spec, time.monotonic(), anew=anew)
-            places, listens = selector.catalog.places, config.router.use_kv_events
-            return registration_warnings(worker, places, core.subscriptions, listens=listens)
+            listens = config.router.use_kv_events
+            return registration_warnings(worker, core.subscriptions, listens=listens)
 
         roster = Roster(
             selector.catalog,

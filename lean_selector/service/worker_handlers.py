@@ -231,11 +231,8 @@ class WorkerHandlers(ReplicaHandlers):
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
         """Returns a worker's current record, with warnings about its endpoints."""
         record = self._records.one(worker)
-        selector = self.selector
-        listens = selector.settings.use_kv_events
-        warnings = registration_warnings(
-            worker, selector.catalog.places, self._sources, listens=listens
-        )
+        listens = self.selector.settings.use_kv_events
+        warnings = registration_warnings(worker, self._sources, listens=listens)
         return Reply(status, record, warnings) if warnings else record
 
     def remove(self, worker_id: int) -> object:
