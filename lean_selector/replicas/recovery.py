@@ -307,9 +307,8 @@ def _store_again(index: KvIndex, event: StoredBlocks, is_exact: bool) -> None:
 def _learn(index: KvIndex, rank: RankKey, learned: LearnedRank) -> LearnedFacts:
     facts = index.learn(rank)
     facts.is_prefix_group.update(learned.groups)
-    for group, counts in learned.groups.items():
-        if counts:
-            facts.reports.join(group)
+    if learned.reports is not None:
+        facts.reports.restore(learned.reports)
     facts.reports_hits = learned.reports_hits
     facts.announced.extend(map(tuple, learned.announced))
     return facts

@@ -78,6 +78,7 @@ def _names(partition: PartitionDump) -> Names:
     learned: dict[str, LearnedRank] = {}
     for rank, mark in sorted(partition.watermarks.items()):
         facts = partition.learned(rank) or LearnedFacts()
+        state = facts.reports.state()
         name = f"{rank[0]}:{rank[1]}"
         watermarks[name] = mark.seq
         learned[name] = LearnedRank(
@@ -86,6 +87,7 @@ def _names(partition: PartitionDump) -> Names:
             facts.is_prefix_group,
             facts.reports_hits,
             [list(hashes) for hashes in facts.announced],
+            state if any(state) or state[1] is None else None,
         )
     return Names(partition.model_name, partition.tenant_id, watermarks, learned)
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from lean_selector.core.index.kv_groups import GroupState
 from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier, Watermark
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.wire.scalars import U32, NonNegative
@@ -91,6 +92,7 @@ class LearnedRank(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: dict[int, bool] = {}
     reports_hits: bool = False
     announced: list[list[int]] = []
+    reports: GroupState | None = None
 
 
 class Names(msgspec.Struct, frozen=True):

@@ -28,6 +28,8 @@ from lean_selector.core.rank_bits import RankKey
 from lean_selector.replicas.recovery import Recovery
 from lean_selector.wire import dump as dumps
 from lean_selector.wire.dump_shapes import PartitionDump
+from tests.conftest import Rounds
+from tests.properties.test_vllm_model import Vllm
 
 SIZE, KEY = 2, (1, 0)
 SALTS = (None, "s")
@@ -206,3 +208,26 @@ def test_a_dump_during_which_nothing_changes_lets_every_rank_go_on(
     replica = recovered(dump_with_events(peer, batches, len(batches), [0])[0])
     assert replica.watermarks == {KEY: Watermark(len(batches) - 1, len(batches) - 1)}
     assert Source(replica.index).held() == peer.held()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("reports", [False, True], ids=["silent", "reports"])
+@pytest.mark.parametrize("looks_ahead", [False, True], ids=["plain", "lookahead"])
+def test_a_replica_that_recovers_again_and_again_holds_what_one_that_never_did_holds(
+    looks_ahead: bool, reports: bool, groups: int, rounds: Rounds
+) -> None:
+    for seed in rounds(1):
+        engine = Vllm(looks_ahead, reports, groups, seed)
+        never, often, recoveries = Source(KvIndex(SIZE)), Source(KvIndex(SIZE)), 0
+        for number in range(400):
+            told = EventBatch(None, engine.step(), [])
+            for source in (never, often):
+                source.ingest.is_eagle = looks_ahead
+                source.ingest.apply(told)
+            replica = recovered(dump_with_events(often, [], number + 1, [0])[0])
+            if replica.watermarks and not replica.index.is_empty:
+                often, recoveries = Source(replica.index), recoveries + 1
+            prompt = tuple(engine.draw.choices((1, 2), k=9))
+            local = local_hashes(prompt, SIZE, is_eagle=looks_ahead)
+            assert often.index.match(local) == never.index.match(local), prompt
+        assert recoveries > 10

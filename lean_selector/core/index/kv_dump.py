@@ -15,22 +15,25 @@ from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
 from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier
 
 _SLICE_BLOCKS = 512  # blocks; some 0.1 ms on the device, 0.5 ms on a lower tier
+_MOST_UNEQUAL = 4096  # written at once, in some 5 ms
 
 
 class RankDump:
     """One dump of a rank's blocks. `is_whole` tells whether it has all that was learned of them."""
 
-    def __init__(self, trie: RunTrie, rank: Holdings, facts: LearnedFacts | None) -> None:
+    def __init__(self, trie: RunTrie, rank: Holdings, facts: LearnedFacts) -> None:
         self._rank = rank
         self._walk = _DeviceWalk(trie, rank.device)
-        self._salts = {} if facts is None else facts.salts
+        self._facts = facts
 
     @property
     def is_whole(self) -> bool:
-        """Whether no block was left out, and no engine hash stands for several blocks. Ask after
-        the last slice."""
+        """Whether no block was left out, no engine hash stands for several blocks, and few blocks
+        are known to only some of the KV cache groups. Ask after the last slice."""
         listed = self._rank.device.names.listed
-        return not self._walk.has_omitted and max(map(len, listed.values()), default=1) == 1
+        if max(map(len, listed.values()), default=1) > 1:
+            return False
+        return not self._walk.has_omitted and self._facts.reports.unequal <= _MOST_UNEQUAL
 
     def slices(self) -> Iterator[list[StoredRun]]:
         """Yield the blocks in lists of limited size; the last list may be empty. Device memory
@@ -38,7 +41,7 @@ class RankDump:
         runs: list[StoredRun] = []
         blocks = 0
         for run in chain(self._walk.runs(), _lower_blocks(self._rank)):
-            salts = self._salts.get(run.tier) if self._salts else None
+            salts = self._facts.salts.get(run.tier)
             runs.append(run if salts is None else _salted(run, salts))
             blocks += len(run.block_hashes)
             if blocks >= _SLICE_BLOCKS:

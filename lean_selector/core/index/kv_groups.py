@@ -16,6 +16,10 @@ _MOST_FIRST = 64  # a step of the engine has one for each group and request
 # oldest are dropped first: the group that follows is then taken for the first one.
 _MOST_BLOCKS = 1 << 17
 
+# Groups, first reports and `_ahead` of GroupReports
+Report = tuple[int, int, bytes]
+GroupState = tuple[list[int], list[Report] | None, list[tuple[int, bytes, dict[int, int]]]]
+
 
 class GroupReports:
     """Reports of one rank's full-attention groups. A `kind` is any number; reports of different
@@ -28,9 +32,31 @@ class GroupReports:
         self.only = -1
         self._groups: set[int] = set()
         # The first reports: (group, kind, names). None: after so many, all groups are known.
-        self._first: list[tuple[int, int, bytes]] | None = []
+        self._first: list[Report] | None = []
         # (kind, name) -> group -> how many reports it has more than the group with the fewest
         self._ahead: OrderedDict[tuple[int, bytes], dict[int, int]] = OrderedDict()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it matters for later reports which single reports came before."""
+        return len(self._groups) > 1 or bool(self._first)
+
+    @property
+    def unequal(self) -> int:
+        """How many blocks some group has not reported yet."""
+        return len(self._ahead)
+
+    def state(self) -> GroupState:
+        """Return all that is known, for `restore`; ([], [], []) if that is nothing."""
+        ahead = [(*report, counts) for report, counts in self._ahead.items()]
+        return sorted(self._groups), self._first, ahead
+
+    def restore(self, state: GroupState) -> None:
+        groups, first, ahead = state
+        self._first = None if first is None else list(first)
+        self._groups = set(groups)
+        self.only = groups[0] if self._first is None and len(groups) == 1 else -1
+        self._ahead = OrderedDict([((kind, name), counts) for kind, name, counts in ahead])
 
     def join(self, group: int) -> None:
         """Record that a group stores blocks on which prefix matching relies."""

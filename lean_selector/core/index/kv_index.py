@@ -492,13 +492,18 @@ class KvIndex:
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):
                 continue
-            ranks_dump = RankDump(self._device.trie, rank, self._learned.get(key))
+            facts = self.learn(key)
+            ranks_dump = RankDump(self._device.trie, rank, facts)
             before, retold = watermark(key), rank.retold()
             yield from ranks_dump.slices()
             if watermarks is None:
                 continue
             after = watermark(key)
-            is_alike = before == after or (rank is self._ranks.get(key) and retold == rank.retold())
+            is_alike = before == after or (
+                rank is self._ranks.get(key)
+                and retold == rank.retold()
+                and not facts.reports.is_open
+            )
             if before is None or after is None or not (is_alike and ranks_dump.is_whole):
                 watermarks.pop(key, None)
             else:
