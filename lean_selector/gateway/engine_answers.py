@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from lean_selector.gateway.fleet import Fleet, well
+from lean_selector.gateway.fleet import Fleet
 from lean_selector.gateway.model_request import (
     MOST_ID_BYTES,
     Kind,
@@ -80,9 +80,7 @@ class EngineAnswers:
         """Returns a LoRA adapter's base model and workers. None if no worker has the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
-            self._bases(tenant_id)
-            if found is None
-            else well(found[0].workers, self._fleet).values()
+            self._bases(tenant_id) if found is None else self._fleet.well(found[0].workers).values()
         )
         if any(map(self._is_old, bases)):
             asked = self._beside(("adapters", tenant_id), partial(self._ask_all, tenant_id))
@@ -100,7 +98,7 @@ class EngineAnswers:
     # -- answers -------------------------------------------------------------------------------
 
     def _any_told(self, served: Served) -> _Told | None:
-        bases = well(served.workers, self._fleet).values()
+        bases = self._fleet.well(served.workers).values()
         for base in bases:
             told = self._told.get(base)
             if told is not None and told.make is not None:
@@ -133,7 +131,7 @@ class EngineAnswers:
             base
             for served in models
             if served
-            for base in well(served.workers, self._fleet).values()
+            for base in self._fleet.well(served.workers).values()
         ]
 
     async def _ask_all(self, tenant_id: str) -> None:
@@ -142,7 +140,7 @@ class EngineAnswers:
             await asyncio.gather(*map(self._ask, bases[at : at + MOST_AT_ONCE]))
 
     async def _ask_some(self, served: Served) -> None:
-        bases = list(well(served.workers, self._fleet).values())
+        bases = list(self._fleet.well(served.workers).values())
         await asyncio.gather(*map(self._ask, bases[:_ASKED_FOR_MAKE]))
 
     async def _ask(self, base: str) -> None:

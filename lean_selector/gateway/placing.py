@@ -27,13 +27,14 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
+from lean_selector.gateway.fleet import Fleet
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import RETRY_AFTER, retry_after, session_of
 from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
@@ -274,7 +275,7 @@ class Placing:
         prompts: Prompts,
         chooser: Chooser,
         rotation: Rotation,
-        directory: Directory,
+        fleet: Fleet,
         counts: Counts,
         resolve: Resolve,
         tls: Callable[[], ssl.SSLContext],
@@ -287,7 +288,7 @@ class Placing:
         self._prompts = prompts
         self._chooser = chooser
         self._rotation = rotation
-        self._directory = directory
+        self._fleet = fleet
         self._counts = counts
         self._resolve = resolve
         self._tls = tls
@@ -306,7 +307,7 @@ class Placing:
                 proxied.fail(500, "internal error")
 
     def _try(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
-        self._directory.look()
+        self._rotation.follow(self._fleet)
         if is_completion and proxied.routed is None and not proxied.tried:
             request = proxied.request
             body = request.body = bytes(request.body)  # copied once
@@ -321,7 +322,7 @@ class Placing:
                 return
             except UnknownModel as unknown:
                 self._chooser.knows_no(unknown)
-                if self._directory.is_complete:
+                if self._fleet.is_complete:
                     proxied.fail(404, unknown.message, "model_not_found")
                     return
                 self._counts.unrouted["not_known_yet"] += 1
@@ -360,22 +361,22 @@ class Placing:
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
         """Chooses a worker that has not failed this request. Returns None if no worker is left."""
-        routed, directory = proxied.routed, self._directory
+        routed, fleet = proxied.routed, self._fleet
         if routed is not None:
-            avoided = frozenset(directory.ids_of(proxied.tried))
+            avoided = frozenset(fleet.ids_of(proxied.tried))
             try:
                 reservation_id = f"{proxied.lease_id}.{proxied.attempts}"
                 return (yield from self._chooser.choose(routed, reservation_id, avoided))
             except NotChosen as error:
                 self._counts.unrouted[error.why] += 1
             among = (
-                directory.may_serve(routed.model_name)
+                fleet.may_serve(routed.model_name)
                 if routed.worker_ids is None
-                else directory.bases_of(routed.worker_ids)  # workers that have the adapter
+                else fleet.bases_of(routed.worker_ids)  # workers that have the adapter
             )
         else:
             is_post = proxied.request.method == b"POST"
-            among = directory.may_serve(peeked_model(proxied.request.body) if is_post else None)
+            among = fleet.may_serve(peeked_model(proxied.request.body) if is_post else None)
         endpoint = self._rotation.next(proxied.tried, among)
         return None if endpoint is None else WorkerLease(endpoint)
 

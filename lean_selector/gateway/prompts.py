@@ -19,7 +19,7 @@ from lean_selector.gateway.engine_answers import (
     NotTokenized,
     Tokenizer,
 )
-from lean_selector.gateway.fleet import Fleet, well
+from lean_selector.gateway.fleet import Fleet
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import CHATS, COMPLETIONS, SEVERAL, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
@@ -220,7 +220,7 @@ class Prompts:
                 workers = {each: workers[each] for each in worker_ids.intersection(workers)}
             try:
                 tokens_packed = yield self._tokenizer.tokens(
-                    request, lora_name or served.model_name, well(workers, self._fleet)
+                    request, lora_name or served.model_name, self._fleet.well(workers)
                 )
             except NotTokenized as error:
                 why_not = error.unknown

@@ -27,7 +27,7 @@ from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
-from lean_selector.http.urls import Url, url_at
+from lean_selector.http.urls import endpoint_url
 from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.replies import Answer, LaterReply, Queued, is_json
 from lean_selector.service.routes import Route
@@ -61,7 +61,7 @@ def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: b
 
 def _authority_of(endpoint: str) -> bytes:
     try:
-        return Url(url_at(endpoint, "") or endpoint).authority.encode("ascii")
+        return endpoint_url(endpoint).authority.encode("ascii")
     except ValueError as error:
         raise Unavailable(f"the chosen worker has no HTTP endpoint: {error}") from None
 

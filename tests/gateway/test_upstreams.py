@@ -1,8 +1,8 @@
 """Where the gateway's workers are: those that are known, whose turn it is, and who has gone."""
 
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.fleet import CatalogFleet, well
-from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
+from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from tests.http.test_protocol import Transport
 from tests.support.driven_selector import DrivenSelector
@@ -11,53 +11,54 @@ ONE, TWO = "http://a:1", "http://b:1"
 
 
 class Known:
-    """A directory and the selector whose catalog it reads."""
+    """A fleet and the selector whose catalog it reads."""
 
     def __init__(self, *named: str) -> None:
         self.selector = DrivenSelector(use_kv_events=False)
         self.rotation = Rotation(EjectionSettings(), 0.0)
-        self.directory = Directory(named, self.rotation, self.selector.selector.catalog)
+        self.fleet = Fleet(self.selector.selector.catalog, named)
 
     def register(self, worker_id: int, model: str, url: str, block_size: int | None = 16) -> None:
         """Without a block size it cannot be chosen."""
         self.selector.register(worker_id, model_name=model, endpoint=url, block_size=block_size)
-        self.directory.look()
+        self.rotation.follow(self.fleet)
 
 
 def test_a_worker_that_cannot_be_chosen_yet_serves_its_model_in_turn() -> None:
     known = Known(ONE, TWO)
     known.register(1, "m", ONE, None)
     known.register(2, "n", TWO)
-    assert not known.directory.is_complete
-    assert known.directory.may_serve("m") == [ONE]
+    assert not known.fleet.is_complete
+    assert known.fleet.may_serve("m") == [ONE]
     known.register(1, "m", ONE)
-    assert known.directory.is_complete
+    assert known.fleet.is_complete
 
 
 def test_base_urls_of_workers_are_known_by_their_ids() -> None:
     known = Known(ONE)
-    for worker_id, url in ((1, ONE + "/v1"), (2, TWO), (3, TWO)):
+    for worker_id, url in ((1, ONE + "/v1"), (2, TWO), (3, TWO), (4, "http://user:word@c")):
         known.register(worker_id, "m", url)
-    assert known.directory.bases_of({2, 3}) == [TWO]
-    assert known.directory.bases_of({1, 2}) == [ONE, TWO]
-    assert known.directory.bases_of({9}) == []
+    assert known.fleet.bases() == [ONE, TWO]  # the gateway cannot use the last one
+    assert known.fleet.bases_of({2, 3}) == [TWO]
+    assert known.fleet.bases_of({1, 2}) == [ONE, TWO]
+    assert known.fleet.bases_of({9}) == []
 
 
 def test_workers_that_were_only_found_may_be_joined_by_others() -> None:
     known = Known()
     known.register(1, "m", ONE)
-    assert not known.directory.is_complete
-    assert known.directory.may_serve("another") is None
+    assert not known.fleet.is_complete
+    assert known.fleet.may_serve("another") is None
 
 
 def test_a_worker_that_the_selector_has_ejected_is_passed_over_while_there_are_others() -> None:
     known = Known()
     for worker_id, url in ((1, "a:1/v1"), (2, TWO)):
         known.register(worker_id, "m", url)
-    selector, fleet = known.selector.selector, CatalogFleet(known.selector.selector.catalog)
+    selector, fleet = known.selector.selector, known.fleet
 
     def in_turn() -> set[str]:
-        known.directory.pass_over([*fleet.ejected(), "http://user:word@c"])
+        known.rotation.ejected = fleet.ejected()
         return {each.text for _ in range(4) if (each := known.rotation.next((), None))}
 
     assert in_turn() == {ONE, TWO}
@@ -65,9 +66,9 @@ def test_a_worker_that_the_selector_has_ejected_is_passed_over_while_there_are_o
         selector.health.polled(1, "it is silent", 0.0)
     assert in_turn() == {TWO}
     assert fleet.ejected() == {ONE}
-    assert well({1: ONE, 2: TWO}, fleet) == {2: TWO}
-    assert well({1: ONE}, fleet) == {1: ONE}
-    known.directory.pass_over([ONE, TWO])
+    assert fleet.well({1: ONE, 2: TWO}) == {2: TWO}
+    assert fleet.well({1: ONE}) == {1: ONE}
+    known.rotation.ejected = frozenset({ONE, TWO})
     assert known.rotation.next((), None) is not None
 
 

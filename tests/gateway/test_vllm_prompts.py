@@ -25,7 +25,7 @@ from lean_selector.http.outbound import OutboundClient
 from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine
 from tests.client.tiny_model import write_model
 from tests.gateway.test_local_tokenizer import SHIPPED, TEMPLATE
-from tests.gateway.test_prompts import CHAT, TEXT, Workers
+from tests.gateway.test_prompts import CHAT, TEXT, fleet_of
 from tests.support.running_service import wait_until
 
 pytestmark = [
@@ -73,7 +73,7 @@ def _engine(folder: Path) -> Iterator[Vllm]:
 
 
 def prompts_of(mode: Mode, engine: Vllm, folder: Path) -> Prompts:
-    fleet = Workers({1: f"http://127.0.0.1:{engine.port}"}, MODEL, BLOCK_SIZE)
+    fleet = fleet_of({1: f"http://127.0.0.1:{engine.port}"}, MODEL, BLOCK_SIZE)
     settings = PromptSettings(mode=mode, ask_from_bytes=1 << 30 if mode is Mode.LEARN else 0)
     local = LocalTokenizer(str(folder / "model"), 20.0) if mode is Mode.LOCAL else None
     return Prompts(settings, fleet, OutboundClient(Resolver().resolve), local)

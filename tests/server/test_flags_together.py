@@ -15,7 +15,7 @@ from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.server.service_flags import TrackerConfig
-from tests.gateway.test_prompts import Workers
+from tests.gateway.test_prompts import fleet_of
 from tests.support.configured import configured, refusal
 
 
@@ -181,7 +181,7 @@ def test_each_way_in_has_its_default() -> None:
 
 def started_with(tokenizer: str) -> object:
     settings = PromptSettings(mode=Mode.LOCAL, tokenizer=tokenizer)
-    return prompts_of(settings, Workers({}), OutboundClient(Resolver().resolve))
+    return prompts_of(settings, fleet_of({}), OutboundClient(Resolver().resolve))
 
 
 def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
