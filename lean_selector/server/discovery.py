@@ -14,7 +14,7 @@ from lean_selector.server.host import StartError
 from lean_selector.server.replication import Replication
 from lean_selector.server.selector_parts import SelectorCore
 from lean_selector.server.service_flags import FinderFlags, ServiceConfig, TrackerConfig
-from lean_selector.service.header_warnings import registration_warnings
+from lean_selector.service.header_warnings import mend_of_incomplete, registration_warnings
 from lean_selector.workers.discoveries import Discoveries
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.finders import AskService
@@ -30,18 +30,26 @@ def selector_discovery(core: SelectorCore, replication: Replication | None) -> D
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
     if workers:
-        engines = core.engine_client()
+        engines, defaults = core.engine_client(), defaults_of(config.discover.defaults)
 
         def register(spec: WorkerSpec, anew: bool) -> list[str]:
             worker = selector.upsert_worker(spec, time.monotonic(), anew=anew)
-            listens = config.router.use_kv_events
-            return registration_warnings(worker, core.subscriptions, listens=listens)
+            places = selector.catalog.places
+            warnings = registration_warnings(worker, places, core.subscriptions, selector.settings)
+            if (flags := mend_of_incomplete(worker.reasons)) is not None:
+                warnings.append(f"cannot be chosen: {'; '.join(worker.reasons)}: give {flags}")
+            if defaults.events_port is not None and any(" also that of " in w for w in warnings):
+                warnings.append(
+                    "engines on one host need ports of their own: list them in a file (--discover "
+                    "file:PATH), not in --discover-defaults"
+                )
+            return warnings
 
         roster = Roster(
             selector.catalog,
             register,
             lambda worker_id: selector.remove_worker(worker_id, time.monotonic()),
-            defaults=defaults_of(config.discover.defaults),
+            defaults=defaults,
             grace_s=config.finder.grace_s,
             use_kv_events=config.router.use_kv_events,
             on_new=lambda known: asking.begin(known),

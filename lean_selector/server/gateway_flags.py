@@ -1,5 +1,6 @@
 """The flags of `lean-selector gateway`: its own flags and the selector's flags."""
 
+import json
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar, Final, Literal
@@ -17,7 +18,7 @@ from lean_selector.server.selector_flags import (
 from lean_selector.server.service_flags import ListenFlags
 
 # For workers that do not report a block size, such as those that publish no events.
-_DEFAULTS = '{"block_size": 16}'
+_DEFAULTS: Final = {"block_size": 16}
 # Usually longer than queueing and prefill of a prompt, after which the engine's events report it.
 _PREDICTED_TTL_S: Final = 10.0
 _TOUCHES = 3.0  # renewals per reservation expiry time
@@ -143,10 +144,12 @@ class GatewayConfig(SelectorConfig):
     def selector(self) -> SelectorConfig:
         """Returns the configuration of the gateway's own selector, which has its own port."""
         gateway, discover = self.gateway, self.discover
-        if gateway.workers:
-            defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS
-            targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
-            discover = replace(discover, targets=list(dict.fromkeys(targets)), defaults=defaults)
+        targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
+        discover = replace(
+            discover,
+            targets=list(dict.fromkeys(targets)),
+            defaults=json.dumps(_DEFAULTS | json.loads(discover.defaults)),
+        )
         router = self.router
         if router.policy is None:
             router = replace(router, policy="latency")

@@ -153,7 +153,7 @@ class FleetView:
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
         """Computes in steps the problems that the page shows: findings whose level is not `ok`."""
-        catalog, state = self._selector.catalog, self._state
+        catalog, state, settings = self._selector.catalog, self._state, self._selector.settings
         records: list[WorkerRecord] = []
         for worker in workers:
             spec = worker.spec
@@ -169,6 +169,8 @@ class FleetView:
                     data_parallel_size=spec.data_parallel_size,
                     health=health_of(worker, catalog, now),
                     not_schedulable_reasons=worker.reasons,
+                    uses_kv_events=settings.use_kv_events,
+                    routed_ttl_secs=settings.routed_ttl_s,
                 )
             )
             yield

@@ -1,13 +1,15 @@
 """Findings about a selector, with advice, from answers of the selector's API. Sends no requests."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
+from lean_selector.service.header_warnings import assumed_without_events, mend_of_incomplete
 from lean_selector.wire.discovery_states import (
     EVENTS_PORT,
     OF_OTHER_BLOCKS,
     OTHER_BLOCKS,
+    WITHOUT_EVENTS,
     DiscoveredWorker,
     DiscoveryReport,
     DiscoveryState,
@@ -38,6 +40,7 @@ def is_about_keys(why: str) -> bool:
 
 
 NO_REPLAY: Final = "no_replay"
+_UNHEARD: Final = ("unreachable", "connecting", "failed")  # states of a port that cannot be reached
 LEAST_ACCURACY: Final = 0.9
 _NOT_HEARD: Final = (
     "see that the engine runs and publishes KV events, and check the host and port of "
@@ -153,18 +156,26 @@ def judge_shared_endpoints(
             if endpoint is not None:
                 use = _Use(subject_of(source), field, endpoint, (engine, source.dp_rank, field))
                 uses.setdefault(endpoint, []).append(use)
+    shared: dict[tuple[str, str], list[str]] = {}  # (rank, the other uses) -> endpoints
     for first, *others in uses.values():
         wrong = [use for use in others if use.publisher != first.publisher]
         if wrong:
-            named = ", ".join(f"the {use.field} of {use.subject}" for use in wrong[:_NAMED])
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            yield Finding(
-                Level.ERROR,
-                first.subject,
-                f"{first.field} {first.endpoint} is also {named}{more}: blocks cached on one rank "
-                "count for another",
-                "register each rank with the endpoints of its own engine",
+            named = ", ".join(
+                use.subject if use.field == first.field else f"{use.subject} as {use.field}"
+                for use in wrong[:_NAMED]
             )
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            key = first.subject, named + more
+            shared.setdefault(key, []).append(f"{first.field} {first.endpoint}")
+    for (subject, others_named), endpoints in shared.items():
+        yield Finding(
+            Level.ERROR,
+            subject,
+            f"{' and '.join(endpoints)}: also given for {others_named}: blocks cached on one rank "
+            "count for another",
+            "register each rank with the endpoints of its own engine; engines on one host need "
+            "ports of their own: list them in a file (--discover file:PATH)",
+        )
 
 
 # -- discoveries -----------------------------------------------------------------------------------
@@ -243,8 +254,11 @@ def can_be_chosen(workers: list[WorkerRecord]) -> int:
     )
 
 
-def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
-    """Yields findings about workers: missing fields, ejections, and different block sizes."""
+def judge_workers(
+    workers: list[WorkerRecord], discovered: Collection[int] = ()
+) -> Iterator[Finding]:
+    """Yields findings about workers: missing fields, ejections, and different block sizes. The
+    workers with the ids `discovered` are not registered over HTTP."""
     for (model_name, tenant_id), alike in _alike(filter(_is_schedulable, workers)).items():
         if all(map(_is_out, alike)):
             yield Finding(
@@ -261,6 +275,9 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
             mend = f"PATCH /workers/{worker.worker_id} with the missing fields"
             if reasons.startswith(OF_OTHER_BLOCKS):
                 mend = OTHER_BLOCKS
+            elif worker.worker_id in discovered:
+                flags = mend_of_incomplete(worker.not_schedulable_reasons)
+                mend = flags or "correct its entry"
             subject = f"worker {worker.worker_id}"
             yield Finding(Level.ERROR, subject, f"cannot be chosen: {reasons}", mend)
     for (model_name, tenant_id), alike in _alike(workers).items():
@@ -343,23 +360,31 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
         )
     if facts.discoveries is not None:
         yield from judge_discoveries(facts.discoveries)
-    yield from judge_workers(facts.workers)
+    found = [] if facts.discoveries is None else facts.discoveries.workers
+    yield from judge_workers(facts.workers, {each.worker_id for each in found})
     if facts.sources is None:
         yield Finding(Level.NOTE, "selector", "it does not report its KV event sources")
         return
     if not facts.sources and facts.workers:
-        yield Finding(
-            Level.WARNING,
-            "selector",
-            "it subscribes to no KV events: workers are chosen by load alone, or with "
-            "--router-ttl-secs by the prompts booked on them",
-            "register workers with kv_events_endpoint, or discover them with "
-            f"{EVENTS_PORT}; and do not set --use-kv-events false",
-        )
+        yield _judge_without_events(facts.workers[0])
     else:
         yield from _judge_deaf(facts.workers, facts.sources)
-    yield from map(judge_source, facts.sources)
+    for source in facts.sources:
+        if source.state not in _UNHEARD or source.endpoint not in facts.deaf_ports:
+            yield judge_source(source)
     yield from judge_shared_endpoints(facts.workers, facts.sources)
+
+
+def _judge_without_events(worker: WorkerRecord) -> Finding:
+    """Returns the finding about a selector without any source, by one of its workers."""
+    what = f"it subscribes to no KV events: {assumed_without_events(worker.routed_ttl_secs)}"
+    if not worker.uses_kv_events:  # chosen
+        return Finding(Level.NOTE, "selector", what)
+    mend = (
+        "start the engines with KV events, and register their kv_events_endpoint, or discover them "
+        f"with {EVENTS_PORT}; if they publish none, {WITHOUT_EVENTS} makes that the choice"
+    )
+    return Finding(Level.WARNING, "selector", what, mend)
 
 
 def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterator[Finding]:
@@ -370,7 +395,7 @@ def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterato
             yield Finding(
                 Level.WARNING,
                 f"worker {worker.worker_id}",
-                "it has no source of KV events: it is chosen by load alone",
+                f"it has no source of KV events: {assumed_without_events(worker.routed_ttl_secs)}",
                 f'PATCH /workers/{worker.worker_id} {{"kv_events_endpoint": "tcp://HOST:5557"}}; '
                 f"where it was discovered, {EVENTS_PORT}",
             )
@@ -384,7 +409,10 @@ def _judge_readiness(facts: SelectorFacts) -> Finding:
             advice = "correct its discoveries (below), or POST /workers for each engine"
         return Finding(Level.ERROR, "selector", "no worker is registered", advice)
     count = can_be_chosen(facts.workers)
-    what = f"{count} of {len(facts.workers)} workers can be chosen"
+    given = len(facts.workers)
+    if facts.discoveries is not None:  # also those that are not registered yet
+        given += sum(each.state in ("asking", "refused") for each in facts.discoveries.workers)
+    what = f"{count} of {given} workers can be chosen"
     if facts.is_ready:
         return Finding(Level.OK, "selector", f"ready: {what}")
     mend = None if count else "see the workers below"

@@ -48,10 +48,11 @@ class SelectorLog:
             old = before.get(worker_id)
             if old is worker:
                 continue
+            level = logging.WARNING if worker.reasons else logging.INFO
             if old is None:
-                _log.info("worker registered", extra=_worker_fields(worker))
+                _log.log(level, "worker registered", extra=_worker_fields(worker))
             elif (old.spec, old.reasons) != (worker.spec, worker.reasons):
-                _log.info("worker changed", extra=_worker_fields(worker))
+                _log.log(level, "worker changed", extra=_worker_fields(worker))
         for worker_id, old in before.items():
             if worker_id not in workers:
                 model, tenant_id = old.spec.key

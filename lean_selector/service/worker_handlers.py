@@ -198,9 +198,14 @@ class WorkerHandlers(ReplicaHandlers):
         self, worker: Worker, sources: Sequence[SourceCondition], now: float
     ) -> WorkerDetail:
         """Returns a worker's record with its health and the state of its KV-event sources."""
-        fields = worker.shown(self.selector.settings.dialect)
-        health = health_of(worker, self.selector.catalog, now)
-        return WorkerDetail(**fields, health=health, kv_sources=[*sources])
+        settings = self.selector.settings
+        return WorkerDetail(
+            **worker.shown(settings.dialect),
+            health=health_of(worker, self.selector.catalog, now),
+            kv_sources=[*sources],
+            uses_kv_events=settings.use_kv_events,
+            routed_ttl_secs=settings.routed_ttl_s,
+        )
 
     # -- the handlers --------------------------------------------------------------------------
 
@@ -231,8 +236,10 @@ class WorkerHandlers(ReplicaHandlers):
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
         """Returns a worker's current record, with warnings about its endpoints."""
         record = self._records.one(worker)
-        listens = self.selector.settings.use_kv_events
-        warnings = registration_warnings(worker, self._sources, listens=listens)
+        selector = self.selector
+        warnings = registration_warnings(
+            worker, selector.catalog.places, self._sources, selector.settings
+        )
         return Reply(status, record, warnings) if warnings else record
 
     def remove(self, worker_id: int) -> object:

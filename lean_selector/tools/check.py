@@ -8,7 +8,7 @@ import asyncio
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -65,6 +65,9 @@ class Examination:
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
+        self._knocked: set[tuple[str, str]] = set()  # a port of two ranks is tried once
+        self._deaf_ports: set[str] = set()
+        self.endpoints: dict[str, str | None] = {}  # subject -> endpoint, once it ran
 
     async def run(self) -> list[Finding]:
         """Runs the check, and returns its findings. Raises NotASelector."""
@@ -77,6 +80,8 @@ class Examination:
         asked = [self._ask(worker, sources) for worker in facts.workers if worker.endpoint]
         knocked = [self._knock(source) for source in sources]
         lists = [*await asyncio.gather(*asked), *await asyncio.gather(*knocked), probed]
+        facts.deaf_ports = self._deaf_ports
+        self.endpoints = {f"worker {each.worker_id}": each.endpoint for each in facts.workers}
         return [*judge_selector(facts), *(finding for found in lists for finding in found)]
 
     async def _ask(self, worker: WorkerRecord, sources: list[KvSource]) -> list[Finding]:
@@ -93,14 +98,20 @@ class Examination:
     async def _knock(self, source: KvSource) -> list[Finding]:
         subject = subject_of(source)
 
-        async def port(field: str, endpoint: str) -> Finding:
-            return await judge_port(self.resolve, subject, field, endpoint, self.patience_s)
+        found: list[Finding] = []
+
+        async def port(field: str, endpoint: str) -> str | None:
+            if (field, endpoint) in self._knocked:
+                return None
+            self._knocked.add((field, endpoint))
+            found.append(await judge_port(self.resolve, subject, field, endpoint, self.patience_s))
+            return found[-1].level
 
         async with self._turn:
-            found = [await port("kv_events_endpoint", source.endpoint)]
+            if await port("kv_events_endpoint", source.endpoint) == Level.ERROR:
+                self._deaf_ports.add(source.endpoint)
             if source.replay_endpoint is not None:
-                found.append(await port("replay_endpoint", source.replay_endpoint))
-                if found[-1].level == Level.OK:
+                if await port("replay_endpoint", source.replay_endpoint) == Level.OK:
                     found.append(await self._ask_replay(subject, source.replay_endpoint))
             elif source.state != NO_REPLAY:  # otherwise the source's state already reports it
                 found.append(
@@ -147,22 +158,27 @@ _ORDER: Final = (Level.ERROR, Level.WARNING, Level.NOTE, Level.OK)
 _LEAST_WIDTH: Final = 60
 
 
-def table(findings: Sequence[Finding], width: int) -> Iterator[str]:
+def table(
+    findings: Sequence[Finding], width: int, endpoints: Mapping[str, str | None]
+) -> Iterator[str]:
     """Yields findings as lines of about `width` characters, errors first. Advice follows each
-    finding, and the last line has the number of findings per level."""
+    finding, and the last line has the number of findings per level. What is wrong with a worker
+    names its endpoint too; `endpoints` has it by subject."""
     subject_width = max((len(finding.subject) for finding in findings), default=0)
     margin = len(Level.WARNING) + 2 + subject_width + 2
     room = max(width, _LEAST_WIDTH, margin + 30)
     for finding in sorted(findings, key=lambda finding: _ORDER.index(finding.level)):
         head = f"{finding.level:<{len(Level.WARNING)}}  {finding.subject:<{subject_width}}  "
-        yield from _wrapped(head, finding.what, room)
+        endpoint = endpoints.get(finding.subject.partition(" rank ")[0])
+        if finding.level in (Level.OK, Level.NOTE) or not endpoint or endpoint in finding.what:
+            yield from _wrapped(head, finding.what, room)
+        else:
+            yield from _wrapped(head, f"({endpoint}) {finding.what}", room)
         if finding.mend is not None:
             yield from _wrapped(" " * margin, f"-> {finding.mend}", room)
     counts = {level: sum(finding.level is level for finding in findings) for level in _ORDER}
-    yield (
-        f"{counts[Level.ERROR]} errors, {counts[Level.WARNING]} warnings, "
-        f"{counts[Level.NOTE]} notes, {counts[Level.OK]} ok"
-    )
+    words = [f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in _ORDER[:-1]]
+    yield ", ".join([*words, f"{counts[Level.OK]} ok"])
 
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:
@@ -261,7 +277,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            findings = runner.run(_check(args, selector, engines, keys))
+            findings, endpoints = runner.run(_check(args, selector, engines, keys))
     except NotASelector as error:
         sys.stderr.write(f"lean-selector check: error: {error}\n")
         return 2
@@ -271,7 +287,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(as_json(findings).decode() + "\n")
     else:
         width = shutil.get_terminal_size((120, 24)).columns
-        sys.stdout.write("".join(f"{line}\n" for line in table(findings, width)))
+        sys.stdout.write("".join(f"{line}\n" for line in table(findings, width, endpoints)))
     return int(any(finding.level == Level.ERROR for finding in findings))
 
 
@@ -292,7 +308,7 @@ def token_of(path: str | None) -> TokenFile | None:
 
 async def _check(
     args: argparse.Namespace, ours: Credentials, engines: Credentials, keys: CurveClient | None
-) -> list[Finding]:
+) -> tuple[list[Finding], dict[str, str | None]]:
     resolver = Resolver()
     resolve = resolver.resolve
     selector = AskedSelector(OutboundClient(resolve, ours), args.url, args.seconds)
@@ -301,6 +317,7 @@ async def _check(
     try:
         replays = Replays(Links(context, resolver, engine_keys=keys))
         patience_s, may_probe = args.seconds, args.probe
-        return await Examination(selector, asked, replays, resolve, patience_s, may_probe).run()
+        examined = Examination(selector, asked, replays, resolve, patience_s, may_probe)
+        return await examined.run(), examined.endpoints
     finally:
         context.destroy(linger=0)

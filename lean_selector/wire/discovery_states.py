@@ -7,8 +7,8 @@ import msgspec
 
 # For engines that report no event source: the port where all of them publish.
 EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
-
-
+# For engines that publish no events.
+WITHOUT_EVENTS: Final = "--use-kv-events false --router-ttl-secs 120"
 # What to do about a worker whose block_size or is_eagle differs from that of its model (D3).
 OTHER_BLOCKS: Final = (
     "block_size and is_eagle of a model change when no worker has the old ones any more: DELETE "

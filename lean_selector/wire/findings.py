@@ -1,6 +1,8 @@
 """The findings that `lean-selector check` and the web page show, and the parts of a selector's
 answers from which findings are derived."""
 
+from collections.abc import Collection
+
 import msgspec
 
 from lean_selector.wire.discovery_states import DiscoveryReport
@@ -33,6 +35,8 @@ class WorkerRecord(msgspec.Struct):
     data_parallel_size: int | None = None  # None: one rank
     health: WorkerHealthDetail | None = None  # None if the selector is the reference
     not_schedulable_reasons: list[str] = []
+    uses_kv_events: bool = True
+    routed_ttl_secs: float = 0.0  # how long a routed prompt is assumed cached
 
     def __post_init__(self) -> None:
         if self.routing_group is not None:
@@ -54,3 +58,4 @@ class SelectorFacts(msgspec.Struct):
     sources: list[KvSource] | None
     discoveries: DiscoveryReport | None = None
     readiness: Readiness = msgspec.field(default_factory=Readiness)
+    deaf_ports: Collection[str] = ()  # KV-event endpoints that were tried from here, in vain

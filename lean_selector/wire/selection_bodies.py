@@ -194,6 +194,8 @@ class WorkerDetail(WorkerRecord, frozen=True, kw_only=True):
 
     health: WorkerHealthDetail
     kv_sources: list[SourceCondition]
+    uses_kv_events: bool
+    routed_ttl_secs: float
 
 
 class EjectedWorker(msgspec.Struct, frozen=True):

@@ -243,6 +243,10 @@ class Roster:
         known.error = None
         self.registrations += 1
         self._tell(what, known)
+        given = [each.block_size for each in (known.entry, known.engine) if each is not None]
+        if not any(given) and spec.block_size and what == "registered":
+            text = "discovered worker %s: its engine reports no block size; %d tokens are assumed"
+            log.info(text, known.key, spec.block_size, extra=_named(known))
         self._warn(known, warnings)
 
     def _refuse(self, known: KnownWorker, reason: str) -> None:

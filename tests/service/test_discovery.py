@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from lean_selector.wire.discovery_states import EVENTS_PORT
 from lean_selector.workers.particulars import worker_id_of
 from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
@@ -74,6 +75,18 @@ def test_workers_come_and_go_while_requests_are_placed(tmp_path: Path) -> None:
         (row,) = report["discoveries"]
         assert (row["state"], row["found"], row["failures"]) == ("watching", 2, 0)
         assert {each["state"] for each in report["workers"]} == {"registered"}
+
+
+def test_what_a_newcomer_left_out_is_a_warning_that_names_the_flag() -> None:
+    with FakeEngine(tells_sources=False) as a, FakeEngine(tells_sources=False) as b:
+        found = [part for each in (a, b) for part in ("--discover", f"url:{each.url}")]
+        with RunningService(*QUICK, *found) as service:
+            wait_until(lambda: service.log().count("lifecycle=incomplete") == 2, "both are logged")
+            lines = [line for line in service.log().splitlines() if "--use-kv-events false" in line]
+            assert [" WARNING " in line and EVENTS_PORT in line for line in lines] == [True, True]
+        defaults = ("--discover-defaults", '{"events_port": 5557}')
+        with RunningService(*QUICK, *found, *defaults) as service:
+            wait_until(lambda: "--discover file:" in service.log(), "they share a port")
 
 
 def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to_know(

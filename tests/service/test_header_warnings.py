@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import Worker, load_endpoints_of
+from lean_selector.core.selection.catalog import HttpPlaces, Worker, load_endpoints_of
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.settings import API_1_6
 from lean_selector.service.header_warnings import (
-    NO_EVENTS,
     known_models_line,
     refusal_lines,
     registration_warnings,
 )
 from lean_selector.service.replies import warning_line
+from lean_selector.wire.discovery_states import EVENTS_PORT
 from tests.support.asked import worker as any_worker
 from tests.support.gates import InProcess, selection_gate, selector
 from tests.support.running_service import DEADLINE_S, RunningService
@@ -40,12 +41,17 @@ class Nobody:
         return []
 
 
-def warnings(**fields: object) -> list[str]:
+DEFAULT = RouterSettings()
+
+
+def warnings(settings: RouterSettings = DEFAULT, **fields: object) -> list[str]:
     events = "tcp://host:15557"
     told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000"}
     told |= {"kv_events_endpoint": events, **fields}
     spec = WorkerSpec(**told)  # type: ignore[arg-type]
-    return registration_warnings(Worker(spec, [], {}, load_endpoints_of(spec)), Nobody())
+    return registration_warnings(
+        *(Worker(spec, [], {}, load_endpoints_of(spec)), HttpPlaces(), Nobody(), settings)
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,12 +69,16 @@ def test_nothing_is_said_of_what_may_be_right(endpoint: str) -> None:
         ("tcp://[::]:5557", LISTENS),
         ("host:5557", "has no scheme: tcp://host:5557 is probably meant"),
         ("http://host:5557", "is not a ZMQ endpoint (tcp://host:port)"),
+        ("tcp://host:8000", "is the address of the worker's HTTP endpoint"),
+        ("tcp://HOST:08000", "is the address of the worker's HTTP endpoint"),
         ("inproc://events", "is not reachable outside of the engine's process"),
     ],
 )
 def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:
     assert warnings(kv_events_endpoint=endpoint) == [f"kv_events_endpoint {endpoint} {fault}"]
     assert warnings(replay_endpoint=endpoint) == [f"replay_endpoint {endpoint} {fault}"]
+    if "://" in endpoint and not endpoint.startswith("http"):  # else it is no longer schedulable
+        assert warnings(load_endpoint=endpoint) == [f"load_endpoint {endpoint} {fault}"]
     by_rank = warnings(kv_events_endpoints={3: endpoint}, replay_endpoints={4: endpoint})
     assert by_rank == [
         f"kv_events_endpoints[3] {endpoint} {fault}",
@@ -76,8 +86,20 @@ def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:
     ]
 
 
-def test_a_worker_that_is_chosen_by_load_alone_is_told_of() -> None:
-    assert warnings(kv_events_endpoint=None) == [NO_EVENTS]
+@pytest.mark.parametrize(
+    ("settings", "assumed"),
+    [
+        (RouterSettings(), "load alone decides"),
+        (RouterSettings(predicted_ttl_s=10.0), "routed in the last 10 s"),
+    ],
+)
+def test_a_worker_without_events_is_told_what_stands_in_for_them(
+    settings: RouterSettings, assumed: str
+) -> None:
+    [warning] = warnings(settings, kv_events_endpoint=None)
+    assert assumed in warning
+    assert EVENTS_PORT in warning
+    assert warnings(RouterSettings(use_kv_events=False), kv_events_endpoint=None) == []
 
 
 def test_many_faults_make_a_short_line() -> None:
@@ -120,11 +142,11 @@ def worker(worker_id: int, **fields: object) -> dict[str, object]:
 
 
 def test_a_registration_says_so_in_a_header_and_nowhere_else(service: RunningService) -> None:
-    body = worker(1, kv_events_endpoint="tcp://*:5557", replay_endpoint="tcp://0.0.0.0:1")
+    body = worker(1, kv_events_endpoint="tcp://*:5557", replay_endpoint="tcp://w:8001")
     status, warning, record = sent(service, "POST", "/workers", body)
     assert (status, record["lifecycle"]) == (201, "schedulable")
-    replay = f"replay_endpoint tcp://0.0.0.0:1 {LISTENS}"
-    assert warning == f"kv_events_endpoint tcp://*:5557 {LISTENS}; {replay}"
+    where = "replay_endpoint tcp://w:8001 is the address of the worker's HTTP endpoint"
+    assert warning == f"kv_events_endpoint tcp://*:5557 {LISTENS}; {where}"
     mended = {"kv_events_endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://w:5558"}
     status, warning, record = sent(service, "PATCH", "/workers/1", mended)
     assert (status, warning, record["lifecycle"]) == (200, None, "schedulable")
@@ -187,9 +209,14 @@ NEXT = {"kv_events_endpoint": "tcp://n:5559", "replay_endpoint": "tcp://n:6559"}
     [
         ("replay_endpoint", "tcp://N:06557", "is also that of worker 20 dp_rank 0"),
         ("replay_endpoint", "tcp://n:6558", "is also that of worker 20 dp_rank 1"),
-        ("replay_endpoint", "tcp://n:5558", "is also that of worker 20 dp_rank 1"),
-        ("kv_events_endpoint", "tcp://N:5557", "is also that of worker 20 dp_rank 0"),
-        ("kv_events_endpoint", "tcp://n:6558", "is also that of worker 20 dp_rank 1"),
+        ("replay_endpoint", "tcp://n:5558", "is the kv_events endpoint of worker 20 dp_rank 1"),
+        ("replay_endpoint", "tcp://n:8000", "is the address of the HTTP endpoint of worker 20"),
+        ("replay_endpoint", "tcp://M:5557", "is where the worker's events are expected"),
+        ("kv_events_endpoint", "tcp://n:6558", "is the replay endpoint of worker 20 dp_rank 1"),
+        ("kv_events_endpoint", "tcp://n:8000", "is the address of the HTTP endpoint of worker 20"),
+        ("endpoint", "http://N:8000", "is also that of worker 20"),
+        ("endpoint", "http://n:5557", "is the kv_events endpoint of worker 20 dp_rank 0"),
+        ("endpoint", "http://n:6557", "is the replay endpoint of worker 20 dp_rank 0"),
     ],
 )
 @pytest.mark.usefixtures("neighbours")
@@ -209,8 +236,7 @@ def test_an_endpoint_of_another_worker_is_named(
         ),
         (
             {**ranks(7557), "replay_endpoint": "tcp://w:7558"},
-            "kv_events_endpoints[1] tcp://w:7558 is also that of worker 21 dp_rank 0; "
-            "replay_endpoint tcp://w:7558 is also that of worker 21 dp_rank 1",
+            "replay_endpoint tcp://w:7558 is where the worker's events are expected",
         ),
         (
             {**ranks(7902), "replay_endpoint": "tcp://w:7910"},

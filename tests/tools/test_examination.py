@@ -246,7 +246,7 @@ def test_without_json_it_prints_a_table(selector: RunningService) -> None:
     status, out, _ = check(f"127.0.0.1:{selector.port}")
     assert status == 1
     assert "-> POST /workers for each engine" in out
-    assert out.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
+    assert out.splitlines()[-1] == "1 error, 0 warnings, 0 notes, 0 ok"
 
 
 def test_without_a_selector_to_ask_the_status_is_2() -> None:

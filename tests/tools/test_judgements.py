@@ -144,12 +144,16 @@ def test_a_replay_endpoint_of_another_worker_is_named_at_both() -> None:
     pair = [worker(1), worker(2)]
     [found] = shared(pair, (1, "tcp://a:1", "tcp://a:2"), (2, "tcp://b:1", "tcp://a:2"))
     assert found.subject == "worker 1 rank 0"
-    assert "tcp://a:2 is also the replay_endpoint of worker 2 rank 0" in found.what
+    assert "replay_endpoint tcp://a:2: also given for worker 2 rank 0" in found.what
+    three = [worker(1), worker(2), worker(3)]  # engines of one host, which one default describes
+    [found] = shared(three, *((number, "tcp://a:1", "tcp://a:2") for number in (1, 2, 3)))
+    assert "tcp://a:1 and replay_endpoint tcp://a:2: also given for worker 2" in found.what
+    assert "--discover file:" in (found.mend or "")
 
 
 def test_two_ranks_of_a_worker_and_two_fields_of_a_rank_share_nothing_either() -> None:
     [found] = shared([worker(1)], (1, "tcp://a:1", None), (1, "tcp://a:1", "tcp://a:1"))
-    others = "the kv_events_endpoint of worker 1 rank 1, the replay_endpoint of worker 1 rank 1"
+    others = "worker 1 rank 1, worker 1 rank 1 as replay_endpoint"
     assert others in found.what
 
 
@@ -163,6 +167,13 @@ def test_an_engine_registered_twice_and_endpoints_of_their_own_are_fine() -> Non
     twice = [worker(1, endpoint="http://gpu"), worker(2, endpoint="http://gpu")]
     assert shared(twice, (1, "tcp://a:1", "tcp://a:2"), (2, "tcp://a:1", "tcp://a:2")) == []
     assert shared([worker(1), worker(2)], (1, "tcp://a:1", None), (2, "tcp://b:1", None)) == []
+
+
+def test_a_port_that_did_not_answer_is_not_reported_again_by_its_source() -> None:
+    heard = [source("unreachable"), source("connecting"), source("degraded")]
+    facts = SelectorFacts(True, [worker(3)], heard, deaf_ports={"tcp://gpu:5557"})
+    found = [each for each in judge_selector(facts) if each.subject == "worker 3 rank 1"]
+    assert [each.what.partition(" ")[0] for each in found] == ["degraded"]
 
 
 # -- discoveries ----------------------------------------------------------------------------------
@@ -307,7 +318,8 @@ def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_
 @pytest.mark.parametrize(
     ("facts", "levels"),
     [
-        (SelectorFacts(True, [worker(1)], []), [OK, WARNING]),  # by load alone
+        (SelectorFacts(True, [worker(1)], []), [OK, WARNING]),  # hears nothing
+        (SelectorFacts(True, [worker(1, uses_kv_events=False)], []), [OK, NOTE]),  # as chosen
         (SelectorFacts(True, [worker(1)], None), [OK, NOTE]),  # tells no sources: the reference
         (
             SelectorFacts(True, [worker(1)], None, readiness=Readiness(True, "no space left")),
@@ -389,18 +401,18 @@ def test_what_is_wrong_stands_first_with_what_mends_it_below() -> None:
         Finding(ERROR, "worker 1", "it is away", "check the engine"),
         Finding(NOTE, "engines", "they differ"),
     ]
-    assert list(table(found, 80)) == [
-        "error    worker 1  it is away",
+    assert list(table(found, 80, {"worker 1": "http://a:8000"})) == [
+        "error    worker 1  (http://a:8000) it is away",
         "                   -> check the engine",
         "note     engines   they differ",
         "ok       selector  ready",
-        "1 errors, 0 warnings, 1 notes, 1 ok",
+        "1 error, 0 warnings, 1 note, 1 ok",
     ]
-    assert list(table([], 80)) == ["0 errors, 0 warnings, 0 notes, 0 ok"]
+    assert list(table([], 80, {})) == ["0 errors, 0 warnings, 0 notes, 0 ok"]
 
 
 def test_long_lines_go_on_below_themselves() -> None:
-    [first, second, _] = table([Finding(WARNING, "x", "word " * 14)], 60)
+    [first, second, _] = table([Finding(WARNING, "x", "word " * 14)], 60, {})
     assert first == "warning  x  " + " ".join(["word"] * 9)
     assert second == " " * 12 + " ".join(["word"] * 5)
 

@@ -139,6 +139,19 @@ def test_what_nobody_says_leaves_a_worker_incomplete_for_all_to_see() -> None:
     assert driven.known(A).state is State.REGISTERED
 
 
+def test_a_block_size_that_nobody_tells_is_assumed_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    driven = Driven(Particulars(block_size=16))
+    driven.find(Particulars(endpoint=A))
+    driven.find(Particulars(endpoint=B))
+    driven.hear(A, Particulars(model_name="m"))
+    driven.hear(B, Particulars(model_name="m", block_size=16))
+    lines = [each.getMessage() for each in caplog.records if "assumed" in each.getMessage()]
+    assert [A in line and "16 tokens" in line for line in lines] == [True]
+
+
 def test_what_is_probably_wrong_with_a_worker_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
