@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from lean_selector.core.hashing import IS_COMPILED
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.out_of_turn import Delivery, Turn
 from lean_selector.core.index.shapes import BOUND_REASONS, EventBatch
 from lean_selector.wire.kv_events import (
     MAX_BATCH_BYTES,
@@ -49,7 +50,7 @@ class BatchWork:
         self._reader = reader
         self._rest: Iterator[EventBatch | None] | None = None
         self._is_lost = False  # the current batch was reported to the cursor as lost
-        self._is_again = False  # the current batch may have been applied before
+        self._delivery = Delivery(0, Turn.IN_ORDER, is_copied=False)  # of the current batch
 
     @property
     def is_under_way(self) -> bool:
@@ -60,7 +61,10 @@ class BatchWork:
         """Start a batch. Then call `go_on` while `is_under_way` is true."""
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
-        self._is_again = self._cursor.is_again or self._cursor.is_copied
+        cursor, early = self._cursor, self._ingest.out_of_turn
+        self._delivery = Delivery(cursor.watermark or 0, cursor.turn, cursor.is_copied)
+        if cursor.turn is Turn.AGAIN and not early.has_left(self._delivery.seq):
+            return
         if len(payload) > MAX_BATCH_BYTES:
             self._lose_all("oversize", f"it has more than {MAX_BATCH_BYTES} bytes")
             return
@@ -104,9 +108,13 @@ class BatchWork:
         self._rest = None
 
     def _apply(self, batch: EventBatch) -> None:
-        if self._ingest.apply(batch, self._is_again):
+        if self._ingest.apply(batch, self._delivery):
             self._cursor.cleared()
-        for event in batch.skipped:
+        early = self._ingest.out_of_turn
+        if self._delivery.turn is Turn.LATE and early.has_forgotten:
+            early.has_forgotten = False
+            self._lose("batches after it came early, and not all that they left is known")
+        for event in batch.skipped if self._delivery.turn is not Turn.AGAIN else ():
             text = f"{event.event_type} event skipped, {event.reason}: {event.detail}"
             self._report("event", logging.WARNING, text)
             if event.reason in BOUND_REASONS:

@@ -285,7 +285,7 @@ class KvListener:
         self._is_draining = False
         if error is not None:
             # An internal error, since no payload raises. Continue with the next message.
-            self.cursor.lose()
+            self.cursor.lose(is_missing=True)
             self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
             self._replay_if_due()
             asyncio.get_running_loop().call_later(self._retry_first_s, self._wake)

@@ -1,50 +1,66 @@
 """Track the batch numbers of one source (an engine's KV-event publisher): gaps, replays, restarts.
 
-A PUB socket neither repeats nor reorders messages. So if the number of a live batch does not grow,
-the batch comes from a new publisher. A replay contains all batches from the requested one to the
-engine's newest. Live batches that arrive between the request and the first replayed batch are
-applied at once and also kept, because a replay endpoint may never answer. Live batches that arrive
-later are only kept. When the replay ends, the kept batches that the replay did not contain are
-applied. By then all batches after the gap have been applied in order, some of them for the second
-time. The second time, a block that is already held is not counted again (`is_again`).
+An engine publishes its cache changes as numbered batches on a PUB socket. Such a socket neither
+repeats nor reorders messages, but it drops them: when a queue is full, while the connection is
+broken, and before anybody has connected. One lost `removed` leaves a block in the index for ever,
+one lost `stored` hides all blocks below it. Most engines therefore have a second socket, which
+replays the newest batches from a given number on. This class tells its caller, who has the sockets
+and the clock and applies the batches, what to do with each of them. Spec: indexer.md 1.5.
 
-The first live batch of a restarted engine may have a higher number than our last batch. To notice
-such a restart, we request the replay from the batch before the gap. If the engine's batch differs
-from the batch that we applied, the engine has restarted. The newest batch that was applied before
-the last connection is also compared, because the batch before the gap may come from the new engine.
-If the engine's buffer has neither of these two batches, the source is degraded (batches may be
-missing). Without a replay endpoint, a restart looks like a gap, and the source is degraded. If the
-number of the first batch happens to be the next in order, the restart is not noticed.
+A batch is missing if a live number is not the next one. It is applied at once, early, because a
+replay endpoint may never answer, and a hole remains. A replay is then due. It contains all batches
+from the requested one to the engine's newest, so it brings the missing batches late, and the early
+ones again. Which is which is told by the holes, not by where the gap began: among the early batches
+others may be missing, and a replay that stops on the way fills some holes and leaves others. What
+the caller must do with a batch that comes early, late or again is in out_of_turn.py. Live batches
+that come before the replay's first answer are applied, and kept too; after it they are only kept.
+When the replay ends, those that it did not bring are applied.
 
-After each new connection, we request a replay from our last batch on, even if there is no gap,
-because an idle engine publishes nothing. If the engine has none of these batches, the engine has
-restarted (D34).
+An engine may restart, and its numbers and its cache with it. A live number that does not grow is a
+restart, since nothing is repeated. But the first number that we see of the new engine may also be
+higher than our last one, which looks like a gap. So a replay is requested from the batch before the
+gap on. If the engine has another batch under that number (we keep a digest), or none from there on,
+it is a new one: all blocks are dropped, and everything is requested. The newest batch before the
+last connection is compared too, because the batch before the gap may be of the new engine. If the
+engine's buffer has neither, batches may be missing, and the source is degraded. Without a replay
+endpoint a restart looks like a gap, or, if the next number happens to fit, like nothing.
 
-The caller applies the batches, and has the socket and the clock. Spec: indexer.md 1.5.
+After each new connection a replay is requested from our last batch on, even if there is no gap,
+because an idle engine publishes nothing (D34).
 
-A `_Gap` is what a replay should bring; it is there while one is due or running. A `_Replay` is
-there from its request until the kept batches are applied. Its phase changes as follows; where a
-cell is empty, the phase stays. A live restart of the engine, and RESTART, drop gap and replay; then
-a gap from batch 0 on is due.
+Tried, and given up: to wait for the replay with all that is live (1.5 s stale at each loss, and for
+ever if it is cut off again and again); to apply early batches twice and let a store that comes
+again count once (a removal that comes again takes a copy that is still there); to remember the
+early ones as an interval (a hole in it is then taken for applied).
 
-    call              none     ASKED            ANSWERING    CATCHING_UP
-    connected         gap (1)  asks again (2)   (2)          (2)
-    live, in order    apply    apply, keep      keep         keep
-    live, not next    gap      gap, keep        keep         keep
-    replay_started    ASKED (only with a gap)
-    replayed                   ANSWERING                     (ignored)
-    replay_finished            CATCHING_UP      CATCHING_UP               the gap ends (3)
-    replay_failed              CATCHING_UP      CATCHING_UP               the gap stays, or is less
-    cleared           no gap   none, no gap                  no gap
-    next_held: None                                          none
+The states: idle; due, if there is a `_Gap`, which is what a replay should bring; and the phases of
+a `_Replay`, from its request until the kept batches are applied. An empty cell changes nothing, `-`
+is not called. A batch that is applied or held is the next one in order, or a later one.
 
-(1) if the engine can replay; (2) after the replay, as (1); (3) but batches that were missed after
-the request are a new gap."""
+    call             idle          due           ASKED             ANSWERING     CATCHING_UP
+    connected        due                         again             again         again
+    live, next       apply         apply         apply, kept       hold          hold
+    live, later      apply, due    apply         apply, kept       hold          hold
+    live, older      restart       restart, idle restart, idle     restart, idle restart, idle
+    replay_started   -             ASKED         -                 -             -
+    replayed, next   ignore        ignore        apply, ANSWERING  apply         ignore
+    replayed, other  ignore        ignore        restart, due      restart, due  ignore
+    replay_finished  -             -             CATCHING_UP       CATCHING_UP   -
+    replay_failed    -             -             CATCHING_UP       CATCHING_UP   -
+    next_held, last  -             -             -                 -             idle
+    cleared                        idle          idle
+
+`again`: a further replay is due after this one. After a replay that failed, or that missed batches
+which the engine published after the request, the last `next_held` leaves `due`. `other` is a batch
+that differs from the one that was applied under its number. `cleared` is the clear of a batch that
+was just applied: what was missing before it no longer matters."""
 
 from collections import deque
 from enum import Enum, auto
 
 from xxhash import xxh3_64_intdigest
+
+from lean_selector.core.index.out_of_turn import Turn
 
 # Engines count from 0, some from 1. So a missing batch 0 does not count, if there is no replay
 # endpoint or the replay does not contain it. At worst the blocks of one batch are unknown.
@@ -55,6 +71,8 @@ UNSET_SEQ = 2**64 - 1  # stands for "no batch yet", even if a batch has this num
 # which leaves a gap to request again. The bytes are 1 s of events at 64 MB/s.
 MAX_HELD = 100_000
 MAX_HELD_BYTES = 64 * 1024 * 1024
+# Limit of the gaps of a source whose replay fails. Above it, the batches of the oldest are lost.
+MAX_HOLES = 1024
 
 
 class BatchVerdict(Enum):
@@ -85,39 +103,29 @@ class _Phase(Enum):
 
 
 class _Gap:
-    """The batches that a replay should bring."""
+    """What a replay should bring: all batches from `start` on."""
 
-    __slots__ = ("before", "early_from", "missing", "proof", "start")
+    __slots__ = ("is_begun", "proof", "start")
 
-    def __init__(
-        self,
-        start: int,
-        proof: int | None = None,
-        early_from: int | None = None,
-        missing: int = 0,
-        before: int = 0,
-    ) -> None:
-        self.start = start  # the first batch to bring
+    def __init__(self, start: int, proof: int | None = None, is_begun: bool = False) -> None:
+        self.start = start
         self.proof = proof  # digest of the batch before `start`, until it is compared
-        self.early_from = early_from  # the first batch after `start` that was applied early, if any
-        self.missing = missing  # batches known to be missing
-        self.before = before  # how many of these come before the first known batch
+        # A replay has stopped on the way: of batches that were applied early, parts may be missing.
+        self.is_begun = is_begun
 
 
 class _Replay:
     """A replay, from its request until the batches kept meanwhile are applied."""
 
-    __slots__ = ("digest", "early_end", "is_blind", "is_shown", "missing", "next", "phase")
+    __slots__ = ("digest", "is_blind", "is_shown", "next", "phase")
 
-    def __init__(self, next_seq: int, digest: int | None, missing: int) -> None:
+    def __init__(self, next_seq: int, digest: int | None) -> None:
         self.phase = _Phase.ASKED
         # As they were at the request:
         self.next = next_seq  # the next batch in order,
-        self.digest = digest  # the digest of the batch before it,
-        self.missing = missing  # and how many batches were missing
+        self.digest = digest  # and the digest of the batch before it
         self.is_blind = False  # when it answered, no batch after its start was known
         self.is_shown = False  # it has contained the newest applied batch, or starts after it
-        self.early_end = 0  # batches before this may have been applied early; set by its answer
 
 
 class KvCursor:
@@ -132,8 +140,13 @@ class KvCursor:
         self.lost = 0
         self.unknown = 0  # missing batches before the first known one
         self.last_live: int | None = None  # number of the last live batch
-        self.is_again = False  # the batch to apply now may already have been applied
-        self._next = 0  # number of the next batch in order; 0 before the first batch
+        self.turn = Turn.IN_ORDER  # of the batch to apply now
+        self._next = 0  # number of the next batch in order; 0 before the first batch; a replay
+        # takes it back
+        # Every batch before `_end` was applied, in its turn or early, but for the holes: ranges
+        # (first missing batch, next one that was applied), in order.
+        self._end = 0
+        self._holes: list[tuple[int, int]] = []
         self._digest: int | None = (
             None  # digest of the batch before `_next`; None: unknown or unusable
         )
@@ -161,7 +174,16 @@ class KvCursor:
     def lag(self) -> int:
         """How many batches were published, as far as is known, but have not been applied."""
         kept_only = 0 if self._is_in_phase(_Phase.ASKED) else len(self._held)
-        return kept_only if self._gap is None else self._gap.missing + kept_only
+        return self._missing() + kept_only
+
+    def _missing(self, end: int = UNSET_SEQ) -> int:
+        """Return how many batches before `end` are known to be missing."""
+        return sum([min(to, end) - start for start, to in self._holes if start < end])
+
+    @property
+    def _missing_first(self) -> int:
+        """How many batches are missing before the first known one."""
+        return self._holes[0][1] if self._holes and not self._holes[0][0] else 0
 
     def _is_in_phase(self, phase: _Phase) -> bool:
         return self._replay is not None and self._replay.phase is phase
@@ -173,8 +195,9 @@ class KvCursor:
 
     @property
     def state(self) -> SourceState:
-        gap = self._gap
-        if self.lost or (self._has_failed and gap is not None and gap.missing > gap.before):
+        is_begun = self._gap is not None and self._gap.is_begun
+        is_missing = is_begun or self._missing() > self._missing_first
+        if self.lost or (self._has_failed and is_missing):
             return SourceState.DEGRADED
         if self._has_failed:
             return SourceState.NO_REPLAY
@@ -195,8 +218,9 @@ class KvCursor:
     def complete_to(self) -> int | None:
         """Number of the last applied batch; None if there is a gap or a replay is being applied."""
         is_in_order = self._replay is None or self._replay.phase is _Phase.ASKED
-        has_gap = self._gap is not None and self._gap.missing > 0
-        return self.watermark if is_in_order and not has_gap and not self.lost else None
+        is_begun = self._gap is not None and self._gap.is_begun
+        is_complete = is_in_order and not self._holes and not is_begun and not self.lost
+        return self.watermark if is_complete else None
 
     @property
     def replay_from(self) -> int | None:
@@ -219,7 +243,7 @@ class KvCursor:
         A live batch with a number up to `watermark` means that the engine was restarted."""
         assert self.last_live is None
         assert self._next == 0
-        self._next = watermark + 1
+        self._next = self._end = watermark + 1
         self._newest = watermark
         self.copied_to = until
         self.unknown = unknown
@@ -233,7 +257,7 @@ class KvCursor:
         """Record that all blocks were dropped, because the replay that answers has all batches. The
         batches that were applied early are no longer in the index."""
         assert self._gap is not None
-        self._gap.early_from = UNSET_SEQ
+        self._dig(self._gap.start, self._end)
 
     def connected(self) -> None:
         """Record a new connection to the publisher. No batch of the connection may have come yet.
@@ -253,13 +277,13 @@ class KvCursor:
             start, proof = self._next, self._digest
             if self._holds_top and self._top is not None and self._top[0] < self._next:
                 start, proof = self._top[0] + 1, self._top[1]
-            self._gap = _Gap(start, proof, start if start < self._next else None)
+            self._gap = _Gap(start, proof)
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
         """Decide what to do with a live batch (not a replayed one). `seq`: from 0 to 2**64 - 1."""
-        self.is_again = False
         if seq == UNSET_SEQ:
             self._start_over()
+            self.turn = Turn.IN_ORDER
             return BatchVerdict.APPLY
         is_restart = seq <= self._newest
         if is_restart:
@@ -272,8 +296,7 @@ class KvCursor:
         if seq < self._next:
             return BatchVerdict.IGNORE
         self._advance(seq, payload)
-        has_gap = self._gap is not None and self._gap.missing > 0
-        if self._has_failed and not has_gap and self._replay is None and not self._holds_top:
+        if self._has_failed and not self._holes and self._replay is None and not self._holds_top:
             self._gap = None  # no replay runs and nothing is missing
             self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
@@ -282,7 +305,7 @@ class KvCursor:
         """Record that a replay from `replay_from` on is about to be requested."""
         assert self._gap is not None
         assert self._replay is None
-        self._replay = _Replay(self._next, self._digest, self._gap.missing)
+        self._replay = _Replay(self._next, self._digest)
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
         """Decide what to do with a batch of a replay: APPLY (perhaps the batch was applied live
@@ -294,7 +317,6 @@ class KvCursor:
         if replay.phase is _Phase.ASKED:
             replay.phase = _Phase.ANSWERING
             replay.is_blind = self._next == gap.start
-            replay.early_end = self._next
             self._next, self._digest = gap.start, gap.proof
         if not self._next - 1 <= seq < UNSET_SEQ:
             return BatchVerdict.IGNORE
@@ -313,16 +335,16 @@ class KvCursor:
         is_in_doubt = proof is not None or (seq > top >= 0 and not replay.is_shown)
         if seq > top:
             self._has_shown_top(replay)
-        heard = max(0, min(seq, top + 1) - self._next)  # already applied, except the gaps
-        gone = min(heard, gap.missing) + seq - self._next - heard
+        gone = self._missing(seq) + max(0, seq - max(self._next, self._end))
         if self._next:
             self.lost += max(gone, is_in_doubt)
         else:  # batches missed after the first known one are lost
-            before = gone if top < 0 else min(gone, gap.before)
+            before = gone if top < 0 else min(gone, self._missing_first)
             self.lost += max(gone - before, is_in_doubt)
             self.unknown = before if seq != LATE_FIRST_SEQ else 0
-        early_from = replay.early_end if gap.early_from is None else gap.early_from
-        self.is_again = early_from <= seq < replay.early_end
+        self._fill(seq)
+        self._end = max(self._end, seq)  # what the replay lacks is lost, not missing
+        self._take(seq)
         self._applied(seq, digest)
         self.replayed_batches += 1
         return BatchVerdict.APPLY
@@ -333,36 +355,34 @@ class KvCursor:
         replay, gap = self._replay, self._gap
         assert replay is not None
         assert gap is not None
-        since = 0  # missing batches after the request, which the replay may lack
+        missing = self._missing(replay.next)  # not what was missed after the request
         if replay.phase is _Phase.ASKED:
-            since = gap.missing - replay.missing
             if gap.start == 0:
-                self.unknown = min(replay.missing, gap.before)
-                self.lost += replay.missing - self.unknown
+                self.unknown = min(missing, self._missing_first)
+                self.lost += missing - self.unknown
             elif replay.next == gap.start or (self._holds_top and not self._asks_again):
                 # The engine lacks even the batch that we already have.
                 return self._begins_anew()
             else:
-                self.lost += replay.missing
+                self.lost += missing
         elif self._next < replay.next:
             # The replay ended before a batch that we know, so that batch was not applied in order.
             self.lost += replay.next - self._next
+        self._fill(replay.next)
+        is_due = replay.phase is _Phase.ASKED and len(self._holes) > 0
         self._end_replay(replay, complete=True)
-        if since:
-            before = 0 if replay.next else gap.before
-            self._gap = _Gap(replay.next, replay.digest, replay.next, since, before)
+        if is_due:
+            self._gap = _Gap(replay.next, replay.digest)
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
         """Record that a replay got no answer, or stopped early. The caller must then apply each
         batch that next_held() returns, and retry the replay later unless `replay_from` is None."""
-        replay, gap = self._replay, self._gap
+        replay = self._replay
         assert replay is not None
-        assert gap is not None
         answered = replay.phase is _Phase.ANSWERING
         if answered and (replay.is_blind or self._next < replay.next):
-            missing = min(gap.missing, max(0, replay.next - self._next))
-            self._gap = _Gap(self._next, self._digest, self._next, missing)
+            self._gap = _Gap(self._next, self._digest, is_begun=True)
             self._holds_top = self._top is not None  # the kept batches follow it
             answered = False
         self._end_replay(replay, complete=answered)  # perhaps only the end marker is missing
@@ -388,7 +408,6 @@ class KvCursor:
             seq, payload = self._held.popleft()
             self._held_bytes -= len(payload)
             if seq >= self._next:
-                self.is_again = self._replay is not None and seq < self._replay.early_end
                 self._advance(seq, payload)
                 return payload
         self._replay = None
@@ -405,7 +424,10 @@ class KvCursor:
             self._holds_top = False  # it came before the clearing batch, too
             if self._next and self._digest is not None:
                 self._top = self._next - 1, self._digest
-        if not self._is_in_phase(_Phase.ANSWERING):
+        self._holes.clear()
+        if self._is_in_phase(_Phase.ANSWERING):  # the early ones of those to come are gone, too
+            self._dig(self._next, self._end)
+        else:
             self._gap = None
             self._has_failed = False
         if was_asked:
@@ -413,22 +435,25 @@ class KvCursor:
             self._asks_again = False
             self._drop_held()
 
-    def lose(self) -> None:
-        """Count a batch as lost, because the caller cannot decode it."""
+    def lose(self, is_missing: bool = False) -> None:
+        """Count the batch applied last as lost, because the caller cannot decode it. If it
+        `is_missing`, a replay that is due brings it once more."""
         self.lost += 1
+        if is_missing and self.turn is Turn.EARLY:
+            self._holes.append((self._end - 1, self._end))
 
     def _advance(self, seq: int, payload: bytes) -> None:
         size = seq - self._next
         if self.can_replay:
-            if size:
+            if seq > self._end:
                 self.gaps += 1
-                if self._gap is None:
-                    self._gap = _Gap(self._next, self._digest, seq)
-                if not self._next:
-                    self._gap.before = size
-                self._gap.missing += size
-            if self._gap is not None and self._gap.early_from is None:
-                self._gap.early_from = seq
+                self._holes.append((self._end, seq))
+                if len(self._holes) > MAX_HOLES:
+                    start, end = self._holes.pop(0)
+                    self.lost += end - start
+            if size and self._holes and self._gap is None:
+                self._gap = _Gap(self._next, self._digest)
+            self._take(seq)
             self._applied(seq, xxh3_64_intdigest(payload))
             return
         if size and (self._next or seq != LATE_FIRST_SEQ):
@@ -438,6 +463,29 @@ class KvCursor:
             else:
                 self.unknown = size
         self._next = seq + 1
+
+    def _take(self, seq: int) -> None:
+        """Set the turn of a batch that is about to be applied, and record that it was applied."""
+        if seq >= self._end:
+            self.turn = Turn.EARLY if self._holes else Turn.IN_ORDER
+            self._end = seq + 1
+            return
+        self.turn = Turn.AGAIN
+        for at, (start, end) in enumerate(self._holes):
+            if start <= seq < end:
+                self.turn = Turn.LATE
+                self._holes[at : at + 1] = [
+                    part for part in ((start, seq), (seq + 1, end)) if part[0] < part[1]
+                ]
+                break
+
+    def _fill(self, end: int) -> None:
+        """Miss no batch before `end` any longer."""
+        self._holes = [(max(start, end), to) for start, to in self._holes if to > end]
+
+    def _dig(self, start: int, end: int) -> None:
+        """Miss the batches from `start` to before `end`, and no others."""
+        self._holes = [(start, end)] if start < end else []
 
     def _has_shown_top(self, replay: _Replay) -> None:
         """Record that this replay has reached or passed `_top`, a batch that was applied before.
@@ -457,8 +505,8 @@ class KvCursor:
         verdict = self._begins_anew()
         if newest is not None:
             self.last_live = self._newest = newest
-            self._next = newest + 1
-            self._gap = _Gap(0, missing=self._next, before=self._next)
+            self._next = self._end = newest + 1
+            self._dig(0, self._end)
         return verdict
 
     def _begins_anew(self) -> BatchVerdict:
@@ -499,7 +547,8 @@ class KvCursor:
         self.unknown = 0
         self._newest = self.copied_to = -1
         self._has_answered = self._asks_again = False
-        self._next = 0
+        self._next = self._end = 0
+        self._holes.clear()
         self._digest = None
         self._gap = self._replay = self._top = None
         self._holds_top = False

@@ -16,10 +16,12 @@ from lean_selector.core.hashing import (
     u64s,
 )
 from lean_selector.core.index.kv_index import KvIndex, packed_names
+from lean_selector.core.index.out_of_turn import Delivery, OutOfTurn, Turn
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    Event,
     EventBatch,
     EventPart,
     LearnedFacts,
@@ -37,6 +39,11 @@ _NO_KIND = "unknown"  # vLLM's kind for a group that it cannot classify
 _PARTIAL_IS_DOUBTED = (
     8  # events of smaller blocks, without one of a whole block, until the block size is doubted
 )
+
+# Reasons for refusing an event that a missing batch may take away.
+_MAY_PASS = frozenset(("unknown_parent", "unknown_block", "partial", "other_group"))
+_IN_TURN = Turn.IN_ORDER
+_IN_ORDER = Delivery(0, _IN_TURN, is_copied=False)
 
 _DEVICE = Tier.DEVICE
 _STORED = StoreResult.STORED
@@ -101,7 +108,9 @@ class KvIngest:
         self.dp_rank = dp_rank  # the rank of batches that do not name one
         self.counts = EventCounts()
         self._index = index
-        self._is_again = False
+        self._delivery = _IN_ORDER
+        self.out_of_turn = OutOfTurn()
+        self._is_uncounted = False  # whether blocks that are stored again are no copies
         self._is_rest_refused = False  # the remaining parts of the current event are skipped
         # Since the source started: how many stored events had another block size, and the last such
         # size.
@@ -135,22 +144,50 @@ class KvIngest:
             or self.stored_unlike_prompts << 1 > self.stored
         )
 
-    def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
-        """Apply a batch. Returns True if the batch cleared a rank, and the source's events so far
-        were all for this rank. With `is_again`, the batch may have been applied before. Then a
-        block that the rank already holds does not need one more `removed` event."""
-        counts = self.counts
-        for skipped in batch.skipped:
+    def apply(self, batch: EventBatch, delivery: Delivery = _IN_ORDER) -> bool:
+        """Apply a batch, or what its turn asks for. Returns True if the batch cleared a rank, and
+        the source's events so far were all for this rank."""
+        counts, early = self.counts, self.out_of_turn
+        is_out = delivery.turn is not _IN_TURN
+        if not is_out and len(early):
+            early.clear()
+        for skipped in batch.skipped if delivery.turn is not Turn.AGAIN else ():
             counts.skip(skipped.event_type, skipped.reason, skipped.count)
         dp_rank = self.dp_rank if batch.dp_rank is None else batch.dp_rank
-        if dp_rank != self.dp_rank:
-            return self._apply_strays(dp_rank, batch, is_again)
-        self._has_told = True
+        if dp_rank == self.dp_rank:
+            self._has_told = True
+            has_cleared = self._apply_events(batch.events, delivery)
+            is_all = not self._strays
+        else:
+            strays = self._strays_of(dp_rank)
+            if strays is None:
+                counts.skip("unknown", "too_many_ranks", len(batch.events))
+                return False
+            self.stray_events += len(batch.events)
+            self.stray_rank = dp_rank
+            has_cleared = strays._apply_events(batch.events, delivery)
+            is_all = len(self._strays) == 1 and not self._has_told
+        if has_cleared and is_all:
+            early.clear()
+        elif has_cleared and is_out:
+            early.has_forgotten = True  # which blocks of this rank come late is not known
+        return has_cleared and is_all
+
+    def _apply_events(self, events: Sequence[Event], delivery: Delivery) -> bool:
+        """Apply events of the ingest's own rank. Returns True if one of them cleared it."""
+        dp_rank, early = self.dp_rank, self.out_of_turn
+        self._delivery = delivery
+        is_out = delivery.turn is not _IN_TURN
+        is_again = is_out and delivery.turn is Turn.AGAIN
         rank = self._index.learn((self.worker_id, dp_rank))
         rank.announced_end = None
-        self._is_again = is_again or rank.is_tentative
-        cleared = False
-        for event in batch.events:
+        self._is_uncounted = delivery.is_copied or rank.is_tentative
+        has_cleared = False
+        for event in events:
+            if is_out:
+                delivery.at += 1
+                if is_again and not early.take(delivery):
+                    continue
             if type(event) is PackedStored:
                 self._store_packed(dp_rank, rank, event)
             elif type(event) is PackedRemoved:
@@ -165,32 +202,29 @@ class KvIngest:
                 groups, reports_hits = rank.is_prefix_group, rank.reports_hits
                 rank = self._index.learn((self.worker_id, dp_rank))
                 rank.is_prefix_group, rank.reports_hits = groups, reports_hits
-                self._is_again = is_again
-                counts.cleared += 1
-                cleared = True
-        return cleared and not self._strays
+                self._is_uncounted = delivery.is_copied
+                self.counts.cleared += 1
+                has_cleared = True
+        return has_cleared
 
-    def _apply_strays(self, dp_rank: int, batch: EventBatch, is_again: bool) -> bool:
-        """Apply a batch for another rank than the source's. Its blocks count there, as in the
-        reference. But that may be the rank of another source, so they are kept apart: a clear or
-        restart of one engine leaves the blocks of the other."""
+    def _strays_of(self, dp_rank: int) -> "KvIngest | None":
+        """Return what applies batches for another rank than the source's; None if there are too
+        many ranks. Their blocks count there, as in the reference. But that may be the rank of
+        another source, so they are kept apart: a clear or restart of one engine leaves the blocks
+        of the other."""
         strays = self._strays.get(dp_rank)
         if strays is None:
             if len(self.dp_ranks) >= MAX_RANKS:
-                self.counts.skip("unknown", "too_many_ranks", len(batch.events))
-                return False
+                return None
             index = self._index.of_strays(self.dp_rank)
             where = self.worker_id, dp_rank, self._on_emptied
             strays = KvIngest(index, *where, is_eagle=self.is_eagle)
-            strays.counts = self.counts
+            strays.counts, strays.out_of_turn = self.counts, self.out_of_turn
             self._strays[dp_rank] = strays
             copied = self._index.learned((self.worker_id, dp_rank))
             if copied is not None and copied.is_tentative:  # no other source would replace them
                 self._index.clear(self.worker_id, dp_rank)
-        self.stray_events += len(batch.events)
-        self.stray_rank = dp_rank
-        cleared = strays.apply(EventBatch(dp_rank, batch.events, []), is_again)
-        return cleared and len(self._strays) == 1 and not self._has_told
+        return strays
 
     def clear(self) -> None:
         """Reset the source: drop the blocks of all its ranks, and forget the cache salts and KV
@@ -201,6 +235,7 @@ class KvIngest:
         self._stored_before = self.counts.stored
         self.stray_events = 0
         self._has_told = False
+        self.out_of_turn.clear()
 
     def close(self) -> None:
         """Drop the blocks that the source has stored for other ranks than its own."""
@@ -326,6 +361,8 @@ class KvIngest:
             self._refuse(result.name.lower())
             return False
         blocks = len(names) >> 3
+        if self._delivery.turn is not _IN_TURN:
+            self._pay(key, tier, names)
         if is_of_several:
             leading = rank.reports.leading(group, tier << 1, names)
             if len(leading) < len(names):  # other groups have stored the others before
@@ -352,6 +389,8 @@ class KvIngest:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
             elif self._is_rest_refused:
+                if self.out_of_turn.is_rest_left(self._delivery):
+                    self.out_of_turn.leave(self._delivery)
                 return False
         group_idx, kind = event.group_idx, event.kind
         if group_idx is not None and kind is not None and kind != _NO_KIND:
@@ -390,12 +429,14 @@ class KvIngest:
         """Apply a stored event to blocks that the rank already holds, without using tokens."""
         names, group = u64s(len(hashes)).pack(*hashes), event.group_idx
         leading = names
-        if group is not None and not self._is_again:
+        if group is not None and not self._is_uncounted:
             rank.reports.join(group)
             leading = rank.reports.leading(group, tier << 1, names)
-        blocks = self._index.store_known(key, tier, leading, not self._is_again)
+        blocks = self._index.store_known(key, tier, leading, not self._is_uncounted)
         if blocks or len(leading) < len(names):
             self._count_stored(_WHOLE, blocks)
+            if self._delivery.turn is not _IN_TURN:
+                self._pay(key, tier, leading)
         else:
             self._refuse("partial" if event.block_size else "unknown_block")
             self.stored_partial += event.block_size > 0 and tier is _DEVICE
@@ -404,7 +445,7 @@ class KvIngest:
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
         """Whether blocks stored again count once more, so that one more `removed` must follow."""
-        if self._is_again:
+        if self._is_uncounted:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
             return True
@@ -424,8 +465,8 @@ class KvIngest:
         engines compute the last token of a prompt even if they have all of its blocks.) If the
         batch's next stored event adds new blocks to this prompt, the engine reports cache hits.
         From then on, returns False, because hits need no `removed` events of their own."""
-        if self._is_again:
-            return False  # it was just stored for the first time
+        if self._is_uncounted:
+            return False  # it was perhaps stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before
         adds_to_it = parent is not None and parent == rank.announced_end
         if is_new and adds_to_it and not rank.reports_hits:
@@ -447,6 +488,36 @@ class KvIngest:
         skipped too, because their blocks follow the blocks of this part."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
+        self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
+        """Keep a refused event of an early batch for the turn of the batch, if that may help."""
+        turn = self._delivery.turn
+        if (turn is Turn.EARLY or turn is Turn.AGAIN) and reason in _MAY_PASS:
+            self.out_of_turn.leave(self._delivery)
+
+    def _pay(self, key: RankKey, tier: Tier, names: bytes) -> None:
+        """Remove blocks that were just stored late, but whose removal came early."""
+        turn = self._delivery.turn
+        if turn is Turn.LATE or turn is Turn.AGAIN:
+            due = self.out_of_turn.pay(key[1], tier, names)
+            if due:
+                self._index.remove_blocks(key, tier, due)
+
+    def _take(self, key: RankKey, tier: Tier, names: bytes) -> int:
+        """Remove blocks. Returns how many were dropped. Those that are not held are owed, if they
+        may be in a batch that is missing."""
+        turn = self._delivery.turn
+        if turn is _IN_TURN or turn is Turn.AGAIN:
+            return self._index.remove_blocks(key, tier, names)
+        removed = 0
+        for at in range(0, len(names), 8):
+            name = int.from_bytes(names[at : at + 8], "little")
+            if self._index.knows(key, tier, name):
+                removed += self._index.remove_blocks(key, tier, names[at : at + 8])
+            else:
+                self.out_of_turn.owe(key[1], tier, name)
+        return removed
 
     def _remove(self, dp_rank: int, rank: LearnedFacts, event: BlockRemoved) -> None:
         tier = event.tier
@@ -454,6 +525,7 @@ class KvIngest:
         if tier is None or reason is not None:
             if event.events:
                 self.counts.skip("removed", reason or "unknown_medium", event.events)
+            self._leave(reason or "unknown_medium")
             return
         names = u64s(len(event.block_hashes)).pack(*event.block_hashes)
         self._remove_names((self.worker_id, dp_rank), rank, event, tier, names)
@@ -463,6 +535,7 @@ class KvIngest:
         reason = _objection(rank, event.group_idx, event.kind, False)
         if tier is None or reason is not None:
             self.counts.skip("removed", reason or "unknown_medium", event.events)
+            self._leave(reason or "unknown_medium")
             return
         self._remove_names((self.worker_id, dp_rank), rank, event, tier, event.names)
 
@@ -477,7 +550,7 @@ class KvIngest:
         if event.group_idx is not None and event.group_idx != rank.reports.only:
             names = rank.reports.leading(event.group_idx, tier << 1 | 1, names)
         self.counts.removed += event.events
-        self.counts.blocks_removed += self._index.remove_blocks(key, tier, names)
+        self.counts.blocks_removed += self._take(key, tier, names)
         if rank.salts:
             hashes = u64s(len(names) >> 3).unpack(names)
             self._forget_salts_of(key, rank, tier, hashes)

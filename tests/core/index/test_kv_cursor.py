@@ -8,13 +8,20 @@ a replay and name the kept batches that are then applied, `held` such that still
 what the cursor says by then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from lean_selector.core.index import kv_cursor
-from lean_selector.core.index.kv_cursor import UNSET_SEQ, BatchVerdict, KvCursor, SourceState
+from lean_selector.core.index.kv_cursor import (
+    UNSET_SEQ,
+    BatchVerdict,
+    KvCursor,
+    SourceState,
+)
+from lean_selector.core.index.out_of_turn import Turn
 
 VERDICTS = {verdict.name[0]: verdict for verdict in BatchVerdict}
 APPLY, IGNORE, RESTART = VERDICTS["A"], VERDICTS["I"], VERDICTS["R"]
@@ -40,6 +47,8 @@ def judge(cursor: KvCursor, verb: str, numbers: list[int]) -> list[BatchVerdict]
 
 def said(cursor: KvCursor, name: str) -> object:
     value = getattr(cursor, name)
+    if isinstance(value, Turn):
+        return value.name
     return value.value if isinstance(value, SourceState) else value
 
 
@@ -69,6 +78,8 @@ def tell(cursor: KvCursor, step: str) -> None:
             assert held(cursor) == numbers
         case "held":
             assert held(cursor) == numbers
+        case "fault":
+            cursor.lose(is_missing=True)
         case "resume":
             cursor.resume_at(*numbers)
         case _:
@@ -100,7 +111,7 @@ WITHOUT_REPLAY = {
         "live 2; unknown=2 lost=0 state=no_replay"
     ),
     "nobody is asked": (
-        "connect; replay_from=None state=connecting; live 0; state=live is_again=False"
+        "connect; replay_from=None state=connecting; live 0; state=live turn=IN_ORDER"
     ),
 }
 
@@ -134,15 +145,15 @@ WITH_REPLAY = {
         f"{ASKED} live 5 8; end; lost=2 lag=2 replay_from=4; ask; end;lost=4 lag=0 replay_from=None"
     ),
     "what was applied before an empty replay may come again in the next one": (
-        f"{ASKED} live 5 8; end; ask; replay 4 5: I A; is_again=True"
+        f"{ASKED} live 5 8; end; ask; replay 4 5: I A; turn=AGAIN"
     ),
     "what came after the first batch is missing, though what came before it is unknown": (
         "connect; live 3; ask; live 5; end; unknown=3 lag=1; ask; fail; state=degraded"
     ),
     "only what was applied early comes again": (
-        f"{ASKED} live 5; replay 1-5: I A A A A; is_again=True; live 6: H; end 6; is_again=False"
+        f"{ASKED} live 5; replay 1-5: I A A A A; turn=AGAIN; live 6: H; end 6; turn=IN_ORDER"
     ),
-    "what only the replay has comes once": f"{ASKED} replay 1-5: I A A A A; is_again=False",
+    "what only the replay has comes once": f"{ASKED} replay 1-5: I A A A A; turn=IN_ORDER",
     "a replay that begins after our only batch leaves a doubt": (
         f"{NEW} live 0; replay 1; lost=1 unknown=0"
     ),
@@ -152,14 +163,34 @@ WITH_REPLAY = {
     "what was applied live is not lost though the engine has forgotten it": (
         f"{ASKED} live 5; replay 1: I; live 6: H; replay 6; lost=2"  # 2 to 5 rolled out
     ),
-    "after a replay that stops only what it did not bring is missing": (
-        f"{ASKED} replay 1-3: I A A; fail; lag=1 replay_from=3 state=degraded"
+    "after a replay that stops what it did not bring is asked for, though nothing is missing": (
+        f"{ASKED} replay 1-3: I A A; fail; lag=0 replay_from=3 state=degraded complete_to=None;"
+        "ask; replay 3 4: I A; turn=AGAIN; end; state=live complete_to=4"
     ),
     "what was missed behind the first batch is lost though a replay was empty before": (
         f"{NEW} live 0 2; end; ask; replay 2; lost=1 unknown=0"
     ),
     "what an empty replay leaves before the first batch is unknown": (
         "connect; live 3 5; lose; ask; end; lost=2 unknown=3"
+    ),
+    "what is missing among early batches comes late": (
+        f"{ASKED} live 6; turn=EARLY lag=3; replay 1-3: I A A; turn=LATE; replay 4; turn=AGAIN;"
+        "replay 5; turn=LATE; replay 6; turn=AGAIN; replay 7; turn=IN_ORDER; end; state=live"
+    ),
+    "a second replay brings late what the first one has not": (
+        f"{ASKED} live 6; replay 1 2: I A; fail 6; turn=AGAIN lag=2 replay_from=2;"
+        "ask; replay 2-4: I A A; turn=AGAIN; replay 5; turn=LATE; replay 6; turn=AGAIN; end;"
+        "state=live lost=0"
+    ),
+    "batches missed since the request are late in the next replay": (
+        f"{ASKED} live 6; replay 1-4: I A A A; end 6; lost=0 lag=1 replay_from=4;"
+        "ask; replay 4-6: I A A; turn=AGAIN; end; state=live"
+    ),
+    "what a clear in a replay has taken along comes late": (
+        f"{ASKED} replay 1 2: I A; clear; lag=2; replay 3 4; turn=LATE; end; state=live"
+    ),
+    "a batch that could not be applied early comes late": (
+        "live 0 2; fault; lost=1 lag=2; ask; replay 0-2: I A A; turn=LATE"
     ),
     # What is lost
     "a batch that cannot be compared adds to what was lost": f"{ASKED} lose; replay 2; lost=2",
@@ -259,6 +290,84 @@ def test_with_a_replay_endpoint(story: str) -> None:
     play(KvCursor(can_replay=True), story)
 
 
+# -- the table of states in the module's docstring ------------------------------------------------
+
+SOURCE = Path(__file__).parents[3] / "lean_selector/core/index/kv_cursor.py"
+# 0 and 1 were applied; where a replay is due or running, 2 and 3 are missing, and 4 was early.
+STATES = {
+    "idle": "live 0 1",
+    "due": "live 0 1 4",
+    "ASKED": ASKED,
+    "ANSWERING": f"{ASKED} replay 1: I",
+    "CATCHING_UP": f"{ASKED} replay 1-4: I A A A; live 5: H",
+}
+CALLS: dict[str, Callable[[KvCursor, str], object]] = {
+    "connected": lambda cursor, _: cursor.connected(),
+    "live, next": lambda cursor, state: live(cursor, {"idle": 2, "CATCHING_UP": 6}.get(state, 5)),
+    "live, later": lambda cursor, _: live(cursor, 9),
+    "live, older": lambda cursor, _: live(cursor, 0),
+    "replay_started": lambda cursor, _: cursor.replay_started(),
+    "replayed, next": lambda cursor, _: cursor.replayed(2, b"2"),
+    "replayed, other": lambda cursor, _: cursor.replayed(4, b"of another"),
+    "replay_finished": lambda cursor, _: cursor.replay_finished(),
+    "replay_failed": lambda cursor, _: cursor.replay_failed(),
+    "next_held, last": lambda cursor, _: held(cursor),
+    "cleared": lambda cursor, _: cursor.cleared(),
+}
+
+
+def live(cursor: KvCursor, seq: int) -> BatchVerdict:
+    return cursor.live(seq, b"%d" % seq)
+
+
+def in_state(state: str) -> KvCursor:
+    cursor = play(KvCursor(can_replay=True), STATES[state])
+    if state == "CATCHING_UP":
+        assert cursor.replay_finished() is IGNORE
+    assert state_of(cursor) == state
+    return cursor
+
+
+def state_of(cursor: KvCursor) -> str:
+    if cursor._replay is not None:
+        return cursor._replay.phase.name
+    return "due" if cursor.replay_from is not None else "idle"
+
+
+def table() -> Iterator[tuple[str, str, str]]:
+    lines = SOURCE.read_text().splitlines()  # compiled, the module has no docstring
+    head = next(line for line in lines if line.startswith("    call "))
+    starts = [head.index(state) for state in STATES]
+    rows = lines[lines.index(head) + 1 :]
+    for row in rows[: rows.index("")]:
+        ends = [*starts[1:], len(row) + 1]
+        for state, start, end in zip(STATES, starts, ends, strict=True):
+            yield row[: starts[0]].strip(), state, row[start:end].strip()
+
+
+def test_the_table_has_all_calls() -> None:
+    assert list(dict.fromkeys(call for call, _, _ in table())) == list(CALLS)
+
+
+@pytest.mark.parametrize(("call", "state", "cell"), [row for row in table() if row[2] != "-"])
+def test_the_table_is_right(call: str, state: str, cell: str) -> None:
+    cursor = in_state(state)
+    kept = cursor.held_bytes
+    words = [word for word in cell.split(", ") if word]
+    verdict = CALLS[call](cursor, state)
+    named = [word for word in words if word.upper() in BatchVerdict.__members__]
+    if isinstance(verdict, BatchVerdict) and call != "replay_finished":
+        assert named == [verdict.name.lower()]
+    assert ("kept" in words or "hold" in words) is (cursor.held_bytes > kept)
+    assert [*({*words} & {*STATES}), state][0] == state_of(cursor)
+    if call == "connected" and "again" in words:
+        if state != "CATCHING_UP":
+            play(cursor, "replay 1-4: I A A A" if state == "ASKED" else "replay 2-4: A A A")
+            cursor.replay_finished()
+        held(cursor)
+        assert state_of(cursor) == "due"
+
+
 # -- live batches that are kept during a replay ---------------------------------------------------
 
 
@@ -273,6 +382,14 @@ def test_batches_kept_beyond_the_limit_leave_a_gap_to_ask_for_again(
     monkeypatch.setattr(kv_cursor, limit, value)
     cursor = play(answered(), "replay 2-4; live 5-8: H H H H; held_bytes=2 dropped=2")
     play(cursor, "end 7 8; replay_from=4 held_bytes=0")
+
+
+def test_gaps_beyond_the_limit_are_lost_from_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cursor, "MAX_HOLES", 2)
+    cursor = play(KvCursor(can_replay=True), "live 0 3 5 7; lost=2 lag=2 gaps=3")
+    play(cursor, "ask; replay 0-7: I A A A A A A A; end; lost=2 state=degraded")
+    again = play(KvCursor(can_replay=True), "live 0 3 5 7; ask; replay 0 1: I A; turn=AGAIN")
+    play(again, "replay 2 3 4; turn=LATE")
 
 
 def test_what_is_kept_is_given_up_from_the_oldest_but_for_the_newest() -> None:
