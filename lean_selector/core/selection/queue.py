@@ -92,12 +92,8 @@ class Waiting:
 
     def limit(self, call_later: CallLater, limit_s: float) -> None:
         """Answers with WaitedTooLong if the request still waits after `limit_s`."""
-
-        def give_up() -> None:
-            if self._queue.leave(self):
-                self.tell(WaitedTooLong(limit_s))
-
-        self._timer = call_later(limit_s, give_up)
+        too_long = WaitedTooLong(limit_s)
+        self._timer = call_later(limit_s, lambda: self._queue.refuse(self, too_long))
 
     def left(self) -> None:
         # Otherwise the timer would keep the request and its prompt until the limit.
