@@ -78,6 +78,8 @@ class Spans(Protocol):
 class GatewayHandler:
     """Handles all requests to the gateway's port. Used only on the loop's thread."""
 
+    own: App  # answers /health and /ready; set it before the first request
+
     def __init__(
         self,
         placing: Placing,
@@ -92,15 +94,13 @@ class GatewayHandler:
         access_log: bool,
         most_body_bytes: int,
         pass_through: str,
-        own: App,
         spans: Spans | None = None,
     ) -> None:
         """`silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
         is renewed, so that it does not expire. `request_timeout_s`: if no answer has begun within
         this time, the client gets 504. `pass_through`: which requests outside ROUTED_PATHS are
-        proxied (all, openai or none). `own` answers /health and /ready."""
+        proxied (all, openai or none)."""
         self._pass_through = pass_through
-        self._own = own
         self._spans = spans
         self._placing = placing
         self._rotation = rotation
@@ -128,7 +128,7 @@ class GatewayHandler:
         if is_completion or path in OWN:
             request.path = path
         if is_get and path in OWN:
-            return self._own(request)
+            return self.own(request)
         if is_get and path == MODELS:
             return self._models.answer(id_line(request_id))
         if is_get and path.startswith(MODELS + b"/"):

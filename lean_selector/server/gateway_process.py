@@ -17,7 +17,6 @@ from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.http.protocol import App
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.parts import Part
 from lean_selector.server.gateway_flags import GatewayConfig
@@ -57,63 +56,51 @@ class Front(Part):
         client = OutboundClient(core.resolve, credentials, core.allowed)
         self._fleet = Fleet(core.selector.catalog, flags.workers)
         self._prompts = prompts_of(config.prompt_settings, self._fleet, client)
-        self.rotation = Rotation(config.settings.ejection, time.monotonic())
-        self.rotation.follow(self._fleet)
+        self._rotation = Rotation(config.settings.ejection, time.monotonic())
+        self._rotation.follow(self._fleet)
         slow_start_s, status = config.health.slow_start_s, config.overload_status
-        self.chooser = Chooser(core.selector, self.rotation, status, slow_start_s)
+        self.chooser = Chooser(core.selector, self._rotation, status, slow_start_s)
         self.counts = Counts()
         self._spans = _spans(flags.otlp_endpoint)
-        self._placing = Placing(
+        placing = Placing(
             self._prompts,
             self.chooser,
-            self.rotation,
+            self._rotation,
             self._fleet,
             self.counts,
             core.resolve,
             credentials.trust.context,
             core.allowed,
-            config.overload_status,
+            status,
         )
-        self._models = ModelList(self.rotation, client)
-        self._token = None if credentials.token is None else credentials.token.token
-        self._config = config
-        self._handler: GatewayHandler | None = None
-
-    def handler(self, own: App) -> GatewayHandler:
-        """Creates what answers clients. `own` answers those requests that no worker gets."""
-        config, flags = self._config, self._config.gateway
-        self._handler = GatewayHandler(
-            self._placing,
-            self.rotation,
-            self._models,
+        self.handler = GatewayHandler(
+            placing,
+            self._rotation,
+            ModelList(self._rotation, client),
             self.counts,
             silence_s=flags.silence_s,
             touch_after_s=config.touch_after_s,
             request_timeout_s=flags.request_timeout_s,
-            token=self._token,
+            token=None if credentials.token is None else credentials.token.token,
             access_log=config.listen.access_log,
             most_body_bytes=config.most_body_bytes,
             pass_through=flags.pass_through,
-            own=own,
             spans=self._spans,
         )
-        return self._handler
 
     def families(self) -> Families:
         return [
-            *gateway_families(self.counts, self.rotation),
+            *gateway_families(self.counts, self._rotation),
             *prompt_families(self._prompts.unknown),
         ]
 
     def tick(self, now: float) -> None:
-        self.rotation.follow(self._fleet)
-        self.rotation.ejected = self._fleet.ejected()
-        if self._handler is not None:
-            self._handler.sweep(now)
+        self._rotation.follow(self._fleet)
+        self._rotation.ejected = self._fleet.ejected()
+        self.handler.sweep(now)
 
     async def close(self) -> None:
-        if self._handler is not None:
-            await self._handler.close()
+        await self.handler.close()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
         await self._prompts.close()
@@ -141,7 +128,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     behind = Connections(call_soon, Limits(), max_connections=most)
     front = parts.add(Front(config, parts))
     own = selector_app(parts, behind, log_state, tokens, meters=[front.chooser.meter])
-    handler = front.handler(own)
+    handler = front.handler
+    handler.own = own
     api = HttpServer(
         own,
         behind,

@@ -41,7 +41,7 @@ class Placing:
 
 
 def handler(placing: Placing, pass_through: str, models: Any = None) -> GatewayHandler:
-    return GatewayHandler(
+    made = GatewayHandler(
         cast(Any, placing),
         Rotation(EjectionSettings(), 0.0),
         models,
@@ -52,8 +52,9 @@ def handler(placing: Placing, pass_through: str, models: Any = None) -> GatewayH
         access_log=False,
         most_body_bytes=1 << 20,
         pass_through=pass_through,
-        own=lambda request: encode_response(200, request.path),
     )
+    made.own = lambda request: encode_response(200, request.path)
+    return made
 
 
 def get(path: str) -> Request:

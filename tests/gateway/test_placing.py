@@ -75,7 +75,6 @@ class Gateway:
             access_log=False,
             most_body_bytes=1 << 20,
             pass_through="none",
-            own=nothing,
         )
         self.worker, self.worker_transport = (
             ClientConnection(rotation.endpoint(WORKER)),
