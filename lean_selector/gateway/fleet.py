@@ -8,6 +8,8 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.gateway.prompt_shapes import Served
 from lean_selector.http.urls import endpoint_url
 
+_NAMED: Final = 8  # models or URLs listed in a message
+
 
 def base_of(endpoint: str) -> str:
     """Returns the base URL of a worker's endpoint, `http(s)://host:port`, the same for each
@@ -51,6 +53,14 @@ class Fleet:
         """Returns the names of this tenant's models, sorted."""
         self._look()
         return sorted(name for name, tenant in self._served if tenant == tenant_id)
+
+    def what_is_known(self) -> str:
+        """Returns the models that are known, and the URLs whose models are not, as a sentence."""
+        self._look()
+        models = sorted({f"`{name}`" for name, _ in self._served})
+        silent = [base for base in self._named if base not in self._models]
+        text = f"Known models: {_some(models) or 'none'}."
+        return f"{text} Not answered yet: {_some(silent)}." if silent else text
 
     # -- by base URL ---------------------------------------------------------------------------
 
@@ -131,6 +141,12 @@ class Fleet:
                 self._ready.add(base)
             if not worker.is_draining:
                 self._working.add(base)
+
+
+def _some(names: list[str]) -> str:
+    """Returns the first names as a list, and how many others there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _served(partition: Partition) -> Served:

@@ -94,13 +94,15 @@ class GatewayHandler:
         access_log: bool,
         most_body_bytes: int,
         pass_through: str,
+        selector_port: int,
         spans: Spans | None = None,
     ) -> None:
         """`silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
         is renewed, so that it does not expire. `request_timeout_s`: if no answer has begun within
         this time, the client gets 504. `pass_through`: which requests outside ROUTED_PATHS are
-        proxied (all, openai or none)."""
+        proxied (all, openai or none). `selector_port`: port of the selector's API; 0: any."""
         self._pass_through = pass_through
+        self._selector_port = selector_port
         self._spans = spans
         self._placing = placing
         self._rotation = rotation
@@ -135,8 +137,11 @@ class GatewayHandler:
             model = path.removeprefix(MODELS + b"/").decode(errors="replace")
             return self._models.answer(id_line(request_id), model)
         if not is_completion and not self._passes(request.method, path):
+            port = f", {self._selector_port}" if self._selector_port else ""
             text = (
-                f"{request.method.decode()} {path[:256].decode(errors='replace')} is not forwarded"
+                f"{request.method.decode()} {path[:256].decode(errors='replace')} is not "
+                "forwarded: this is the gateway; the selector's API and metrics are at "
+                f"--selector-port{port}"
             )
             return self._refused(request_id, 404, text, "unknown_url")
         proxied = ProxiedRequest(

@@ -322,8 +322,9 @@ class Placing:
                 return
             except UnknownModel as unknown:
                 self._chooser.knows_no(unknown)
+                proxied.unknown = f"{unknown.message} {self._fleet.what_is_known()}"
                 if self._fleet.is_complete:
-                    proxied.fail(404, unknown.message, "model_not_found")
+                    proxied.fail(404, proxied.unknown, "model_not_found")
                     return
                 self._counts.unrouted["not_known_yet"] += 1
         none_served = f"no worker served the request; the last: {proxied.why}"
@@ -338,7 +339,9 @@ class Placing:
                 proxied.fail(self._overload_status, str(shed), "overloaded", shed.line)
                 return
             if lease is None:
-                if proxied.why:
+                if proxied.why and proxied.unknown:  # a worker that comes may serve it
+                    proxied.fail(503, proxied.unknown, "model_not_known_yet", RETRY_AFTER)
+                elif proxied.why:
                     proxied.fail(502, none_served, "bad_gateway")
                 else:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)

@@ -111,6 +111,7 @@ class ProxiedRequest:
         self.tried: set[str] = set()  # endpoints that failed or shed it
         self.attempts = 0
         self.why = ""  # why the last attempt failed
+        self.unknown = ""  # that its model is not known yet, and which models are
         self.state = State.LOOKING
         self.outcome: str | None = None  # of the last worker
         self.status = 0  # of the answer, once it has begun

@@ -85,6 +85,7 @@ class Front(Part):
             access_log=config.listen.access_log,
             most_body_bytes=config.most_body_bytes,
             pass_through=flags.pass_through,
+            selector_port=flags.selector_port,
             spans=self._spans,
         )
 

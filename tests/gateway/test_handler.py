@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import trustme
 
+from lean_selector.tools.check import main as check_main
 from tests.gateway.running_gateway import RunningGateway
-from tests.support.openai_worker import OpenAiWorker
-from tests.support.running_service import wait_until
+from tests.support.openai_worker import MODEL, OpenAiWorker
+from tests.support.running_service import free_port, wait_until
 
 TEXT = "Tell me of the sea. " * 20
 WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
@@ -92,6 +93,22 @@ def test_an_answer_has_a_request_id_and_an_error_openai_s_form(
         kind = "server_error" if status >= 500 else "invalid_request_error"
         assert (error["type"], error["param"], error["code"]) == (kind, None, code)
         assert status != 404 or "`gpt-9`" in error["message"]
+
+
+def test_an_unknown_model_names_those_that_are_known_and_the_urls_that_are_silent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    silent = f"http://127.0.0.1:{free_port()}"
+    with OpenAiWorker() as worker, RunningGateway(worker.url, silent) as gateway:
+        wait_until(lambda: gateway.chat(TEXT).status == 200, "the worker is known")
+        answer = gateway.ask("POST", "/v1/completions", raw=b'{"model":"gpt-9"}')
+        error = answer.json()["error"]
+        assert (answer.status, error["code"]) == (503, "model_not_known_yet")
+        assert all(name in error["message"] for name in ("`gpt-9`", f"`{MODEL}`", silent))
+        assert check_main([gateway.url]) == 2
+        assert f"--selector-port, {gateway.api_port}" in capsys.readouterr().err
+        assert check_main([f"http://127.0.0.1:{gateway.api_port}"]) == 1
+        assert "ready: 1 of 2 workers" in capsys.readouterr().out
 
 
 def test_one_request_id_twice_at_a_time_is_two_requests(gateway: RunningGateway) -> None:

@@ -52,6 +52,7 @@ def handler(placing: Placing, pass_through: str, models: Any = None) -> GatewayH
         access_log=False,
         most_body_bytes=1 << 20,
         pass_through=pass_through,
+        selector_port=8092,
     )
     made.own = lambda request: encode_response(200, request.path)
     return made

@@ -75,6 +75,7 @@ class Gateway:
             access_log=False,
             most_body_bytes=1 << 20,
             pass_through="none",
+            selector_port=0,
         )
         self.worker, self.worker_transport = (
             ClientConnection(rotation.endpoint(WORKER)),
