@@ -1,14 +1,42 @@
 """One persistent connection to a remote ZMQ socket.
 
-A link resolves names itself, and gives libzmq only addresses. While an address refuses the
-connection, libzmq retries, so a listener that starts later is connected within half a second. After
-any other failure the link opens a new socket after a growing pause, because libzmq would retry
-without a pause (if the listener does not speak ZMQ) or never (for example, after too large a
-message). Received messages wait in the link until the link's owner takes them. If too many bytes
-wait, the oldest messages are dropped.
+What goes wrong. Left alone, libzmq looks names up in the thread that carries the messages of all
+sockets, so two names that hang in DNS stop every source for half a minute. A listener that is not
+ZMQ is tried thousands of times a second. After a message that is too large, or a listener with
+another mechanism, the socket never connects again. An address that drops packets is waited for as
+long as the kernel waits, minutes. Queues are bounded in messages, of any size. And a subscriber is
+told nothing of all this: it only hears nothing, as from an idle engine.
 
-A libzmq monitor reports when the connection is made or lost. It says nothing about refused
-attempts: probes of our own find their reason. Spec: indexer.md 1.1, slot_tracker.md 3.1."""
+The rule. libzmq gets an address and one connection; all else is ours. While the address refuses,
+libzmq retries on the same socket, so a listener that starts later is heard within half a second.
+However else an attempt or a connection ends, the socket is closed, and after a growing pause a new
+one begins with a look-up. A libzmq monitor stays open as long as the socket, and reports the
+connection, its handshake and its loss. It says nothing about refused attempts: probes of our own
+find their reason, and that of a failed handshake. Of a name with several addresses, a probe first
+finds one that accepts. Received messages wait in the link, bounded in bytes, until its owner takes
+them; if too many wait, the oldest are dropped.
+
+    state        event                                              next state
+    CONNECTING   the endpoint has a name                            RESOLVING
+    RESOLVING    the name has an address                            CONNECTING
+    RESOLVING    the look-up fails                                  RETRYING, CLOSED (1)
+    CONNECTING   a probe is refused or not answered                 RETRYING, CLOSED (1)
+    CONNECTING   the handshake fails                                RETRYING, CLOSED (1)
+    CONNECTING   the handshake succeeds                             CONNECTED
+    CONNECTED    the connection is lost                             RETRYING, CLOSED (1)
+    RETRYING     libzmq connects after all; the handshake succeeds  CONNECTED
+    RETRYING     the pause is over                                  CONNECTING, RESOLVING
+    any          close()                                            CLOSED
+
+(1) CLOSED if the link is used `once`, for a replay.
+
+What was tried. The monitor was closed after the handshake, which saves two descriptors a source;
+the loss was then found by comparing inodes of a descriptor that libzmq owns, up to a second late. A
+connection timeout on each socket: when an attempt ends, libzmq searches the timers of all sockets,
+so 4 096 refused sources cost nearly twice as much. Links beyond 1 024 without a connection were
+retried half as often; one loop that waits saves more. ZMTP heartbeats: see `KEEPALIVE_S`.
+
+Spec: indexer.md 1.1, slot_tracker.md 3.1."""
 
 import asyncio
 import contextlib
@@ -112,7 +140,8 @@ class LinkState(Enum):
     RESOLVING = "resolving"
     CONNECTING = "connecting"
     CONNECTED = "connected"
-    # The last attempt failed, or the connection was lost; the next attempt follows a pause.
+    # The last attempt failed, or the connection was lost; libzmq tries on, or the next attempt
+    # follows a pause.
     RETRYING = "retrying"
     CLOSED = "closed"
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import re
 import resource
 import socket
 import threading
@@ -89,6 +90,71 @@ def endpoint_of(pub: zmq.asyncio.Socket) -> str:
 
 def port_of(pub: zmq.asyncio.Socket) -> int:
     return int(endpoint_of(pub).rpartition(":")[2])
+
+
+def documented() -> set[tuple[str, str]]:
+    """The changes of state in the table of the module's docstring."""
+    rows = re.findall(
+        r"^    ([A-Z]+)  .*?  ((?:[A-Z]+(?:, )?)+)", module.__doc__ or "", re.MULTILINE
+    )
+    return {(state, each) for state, following in rows for each in following.split(", ")}
+
+
+@on_loop
+async def test_the_state_changes_as_the_table_says_and_in_no_other_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each link has what it should connect to only after its first failure, and loses it."""
+    monkeypatch.setattr("lean_selector.events.names.HOLDS_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_FIRST_S", 0.02)
+    monkeypatch.setattr(module, "LOOK_FIRST_S", 0.02)
+    addresses: list[str] = []
+    links = Links(resolver=names(engine=addresses, none=[]))
+    seen: set[tuple[str, str]] = set()
+
+    def hearing(endpoint: str, **options: Any) -> Heard:
+        heard = Heard(endpoint, links, **options)
+        before = heard.link.state.name
+
+        def note(state: LinkState) -> None:
+            nonlocal before
+            seen.add((before, state.name))
+            before = state.name
+
+        heard.on_state = note
+        return heard
+
+    async def comes_to(heard: Heard, state: LinkState) -> None:
+        await until(lambda: heard.link.state is state)
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with publisher() as pub:
+        port, endpoint = port_of(pub), endpoint_of(pub)
+        async with hearing(endpoint) as straight, hearing(endpoint, once=True) as replay:
+            await comes_to(straight, LinkState.CONNECTED)
+            await comes_to(replay, LinkState.CONNECTED)
+            pub.context.destroy(linger=0)
+            await comes_to(straight, LinkState.RETRYING)
+            await comes_to(replay, LinkState.CLOSED)
+            async with publisher(endpoint):
+                await comes_to(straight, LinkState.CONNECTED)
+    async with hearing(f"tcp://engine:{port}") as named:
+        await comes_to(named, LinkState.RETRYING)
+        addresses.append("127.0.0.1")
+        await until(lambda: named.link.error == "Connection refused")
+        async with publisher(endpoint):  # libzmq finds it
+            await comes_to(named, LinkState.CONNECTED)
+    for once in ("tcp://none:1", "tcp://127.0.0.1:1"):
+        async with hearing(once, once=True) as failing:
+            await comes_to(failing, LinkState.CLOSED)
+    server = await asyncio.start_server(hang_up, "127.0.0.1", port)
+    async with hearing(endpoint) as other, hearing(endpoint, once=True) as replay:
+        await until(lambda: other.link.retries >= 2)
+        await comes_to(replay, LinkState.CLOSED)
+    server.close()
+    assert seen == {(state, after) for state, after in documented() if state != "any"}
 
 
 @on_loop
