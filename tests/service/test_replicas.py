@@ -16,7 +16,7 @@ from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
 from tests.support.gates import InProcess, selection_gate, selection_service
 from tests.support.prometheus_tools import scrape
-from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
+from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, SCOPE, Loads, Member, mesh
 from tests.support.running_service import RunningService, free_port, wait_until
 from tests.support.threaded_server import ThreadedServer, send
 
@@ -271,16 +271,29 @@ def test_what_another_replica_never_heard_the_end_of_is_not_taken_from_it() -> N
             assert caught_up["booked"] == 1
 
 
-def test_a_worker_that_flaps_keeps_the_load_that_peers_put_on_it() -> None:
-    with Member("selector") as owner:
+GONE = ("DELETE", "/workers/7", None)
+INCOMPLETE = ("POST", "/workers", {**SCOPE, "worker_id": 7, "block_size": 16})
+UNREGISTERED = ("POST", "/unregister", {**SCOPE, "worker_id": 7})
+
+
+@pytest.mark.parametrize(
+    ("kind", "flap"),
+    [("selector", GONE), ("selector", INCOMPLETE), ("tracker", UNREGISTERED)],
+    ids=["gone", "incomplete", "unregistered"],
+)
+def test_a_worker_that_flaps_keeps_the_load_that_peers_put_on_it(
+    kind: str, flap: tuple[str, str, dict[str, object] | None]
+) -> None:
+    with Member(kind) as owner:
         owner.register()
         urls = ["--replica-sync-catch-up", f"http://127.0.0.1:{owner.port}"]
-        with Member("selector", *urls, peers=[owner.endpoint]) as member:
+        with Member(kind, *urls, peers=[owner.endpoint]) as member:
             member.register()
             member.hears(owner)
             owner.add("r")
             member.shows([BOOKED, (0, 0)])
-            assert member.request("DELETE", "/workers/7")[0] == 200
+            assert member.request(*flap)[0] in (200, 201)
+            assert BOOKED not in member.loads()
             member.register()
             member.shows([BOOKED, (0, 0)])
             owner.free("r")
