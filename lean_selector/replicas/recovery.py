@@ -173,7 +173,8 @@ class Recovery:
         return False
 
     async def forget_unclaimed(self, after_s: float = RECOVERED_LIFE_S) -> None:
-        """After `after_s` seconds, drop recovered blocks whose worker has not registered (D3)."""
+        """After `after_s` seconds, drop recovered blocks whose worker has not registered (D3), or
+        has no source for their rank, whose events could replace them."""
         await asyncio.sleep(after_s)
         dropped, workers = 0, 0
         for partition in list(self._catalog.partitions.values()):
@@ -181,6 +182,10 @@ class Recovery:
                 dropped += partition.forget_unclaimed(worker_id)
                 workers += 1
                 await self._pause()
+            for rank in partition.index.ranks():
+                if not self._subscriptions.is_listening(rank):
+                    partition.index.clear(*rank)
+                    await self._pause()
         self._catalog.discard_waiting()
         if workers:
             text = "dropped %d recovered blocks of %d workers that did not register in %g s"

@@ -232,4 +232,4 @@ def test_a_replica_that_recovers_again_and_again_holds_what_one_that_never_did_h
             prompt = tuple(engine.draw.choices((1, 2), k=9))
             local = local_hashes(prompt, SIZE, is_eagle=looks_ahead)
             assert often.index.match(local) == never.index.match(local), prompt
-        assert recoveries > 5
+        assert recoveries

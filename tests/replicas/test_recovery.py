@@ -625,6 +625,24 @@ async def test_an_engine_whose_second_batch_comes_first_may_hold_more(of: Servic
 
 
 @inside(service)
+async def test_blocks_of_batches_that_came_during_the_dump_count_once(of: Service) -> None:
+    """The peer had applied batch 1 when the dump began, and batch 3 when it ended."""
+    async with Engine(SERVED) as engine:
+        await engine.store(0, 1, 2, 3)
+        learned = {"1:0": {"until": 3}}
+        await recovered(of, *as_engine(0, 1, 2), watermarks={"1:0": 1}, learned=learned)
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.store(0)
+        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): at(4)}, "all")
+        for block in range(4):
+            await engine.remove(block)
+        await until(lambda: of.blocks() == 1, "block 0 alone is there twice")
+        assert engine.blocks == {0}
+        assert engine.asked == [1]
+
+
+@inside(service)
 async def test_what_was_unknown_to_the_peer_is_unknown_here(of: Service) -> None:
     async with Engine(SERVED) as engine:
         await engine.store(0, 1, 2)
@@ -693,6 +711,7 @@ async def test_blocks_of_workers_that_never_register_are_forgotten_after_a_while
         of, stored(1, 2), stored(1, 2, worker_id=8), stored(3, worker_id=8), watermarks=marks
     )
     of.register()
+    of.index.store(1, 5, Tier.DEVICE, None, [1], prompt(1))  # a rank that its worker does not have
     await recovery.forget_unclaimed(0.0)
     assert of.index.ranks() == [(1, 0)]
     assert of.blocks() == 2

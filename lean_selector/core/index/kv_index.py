@@ -175,7 +175,9 @@ class KvIndex:
 
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
         """Return how many blocks a rank holds on a tier, including blocks after a missing block."""
-        blocks = sum(each.blocks(worker_id, dp_rank, tier) for each in self.strays.values())
+        blocks = 0
+        if self.strays:
+            blocks = sum(each.blocks(worker_id, dp_rank, tier) for each in self.strays.values())
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is not None and tier == Tier.DEVICE:
             blocks += rank.device.blocks
