@@ -252,7 +252,7 @@ CONFIGS = [TrackerConfig, SelectorConfig, GatewayConfig]
 SAMPLES = {
     **dict.fromkeys(("ENDPOINT", "PEER"), "tcp://a:1"),
     **dict.fromkeys(("PATH", "URL_PATH"), "/x"),
-    **{"URL": "http://a:1", "PORT": "5", "PATTERN": "tcp://a:*", "NAME": "public-xxh3-v1"},
+    **{"URL": "http://a:1", "PORT": "5", "HOST": "a:1-2", "NAME": "public-xxh3-v1"},
     **{"WHERE": "dns:a:80", "JSON": "{}", "BYTES": "5", "MODE": "off", "NETWORK": "10.0.0.0/8"},
     "ADDRESS": "unixgram:/x",
     "SELECTOR_URL": "http://a:1",
