@@ -66,7 +66,14 @@ class KvSubscriptions:
         copied from another replica, continue with the first event that the copy lacks."""
         listener = KvListener(
             self._links,
-            KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),
+            KvIngest(
+                partition.index,
+                worker_id,
+                dp_rank,
+                partition.emptied,
+                partition.is_eagle,
+                None if partition.predicted is None else partition.stored,
+            ),
             source.endpoint,
             source.replay_endpoint,
             self._turns,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from lean_selector.core.errors import NotFound
-from lean_selector.core.health.ejections import FAILED, OK, REFUSED, outcome_of_status
+from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.service.exposition import Families, by, table
 
@@ -184,6 +184,7 @@ LONGEST_ID: Final = 256
 _WORD: Final = re.compile(rb"(?:^|[ :])lean-end(?= )")
 _FIELD: Final = re.compile(rb' ([a-z_]+)=(?:"([^"]*)"|([^" ]*))')
 _SECONDS: Final = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,9})?")
+_NOT_FREE: Final = frozenset(map(str, NOT_FREE))
 _STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy logs -1 and Envoy 0 if there was no answer
 
 
@@ -195,6 +196,7 @@ class Ended(NamedTuple):
     dp_rank: int | None
     outcome: str | None  # of the first worker: refused, failed or ok
     ttft_s: float | None = None  # time to the first token
+    was_served: bool = True  # False: the first worker computed nothing
 
 
 class BadLine(ValueError):
@@ -225,7 +227,9 @@ def ended_of(line: bytes) -> Ended:
     except ValueError as error:
         raise BadLine(str(error)) from None
     rank = _number(fields, "rank", 2**32 - 1)
-    return Ended(reservation_id, worker_id, rank, outcome, _ttft_s(fields))
+    first = _LIST.split(fields.get("upstream", text or ""))[0]
+    was_served = outcome not in (FAILED, REFUSED) and first not in _NOT_FREE
+    return Ended(reservation_id, worker_id, rank, outcome, _ttft_s(fields), was_served)
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
@@ -293,14 +297,14 @@ class LogEnds:
 
     def __init__(
         self,
-        free: Callable[[str, float], None],
+        free: Callable[[str, float, bool], None],
         report: Callable[[int, int | None, str, float], None],
         clock: Callable[[], float],
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
-        """`free` ends a reservation, and `report` reports the outcome of a request to outlier
-        detection; both may raise NotFound. Before `free`, `served` is called with the reservation,
-        the worker, the rank and the time to first token."""
+        """`free(reservation_id, now, was_served)` ends a reservation, and `report` reports the
+        outcome of a request to outlier detection; both may raise NotFound. Before `free`, `served`
+        is called with the reservation, the worker, the rank and the time to first token."""
         self._free = free
         self._report = report
         self._clock = clock
@@ -332,7 +336,7 @@ class LogEnds:
             if self._served is not None:
                 self._served(ended.reservation_id, ended.worker_id, ended.dp_rank, ended.ttft_s)
             try:
-                self._free(ended.reservation_id, now)
+                self._free(ended.reservation_id, now, ended.was_served)
                 self.results[FREED] += 1
             except NotFound:
                 self.results[EARLY] += 1

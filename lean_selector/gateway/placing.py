@@ -147,7 +147,7 @@ class Chooser:
         try:
             endpoint = self._rotation.endpoint(placement.endpoint)
         except ValueError:
-            selector.reservations.free(reservation_id, monotonic())
+            selector.reservations.free(reservation_id, monotonic(), was_served=False)
             raise NotChosen("no_url") from None
         selector.reservations.expect_output(reservation_id, routed.output_tokens, monotonic())
         rank = partition.slots.ranks.get((placement.worker_id, placement.dp_rank))
@@ -249,7 +249,7 @@ class Reservation(WorkerLease):
         now = monotonic()
         try:
             self._selector.reservations.end(
-                self._id, outcome, cached_tokens, now, self._known_tokens
+                self._id, outcome, cached_tokens, now, self._known_tokens, reports_prefill=True
             )
         except NotFound:
             if outcome is not None and self.worker_id in self._selector.catalog.workers:

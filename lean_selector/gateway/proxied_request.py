@@ -390,7 +390,7 @@ class ProxiedRequest:
             self._waits_for_token = not reader.has_token
             if reader.has_token:
                 self._prefilled()
-        else:
+        elif head.status < 400:  # for an error, no prompt was computed
             lease.prefill_complete(None)
         is_http10 = self.request.headers.is_http10
         changes = reader is not None and routed is not None and routed.additions.change_answer

@@ -138,7 +138,9 @@ class GatewayRoutes(Part):
             self._route = RouteHandler(
                 self._prompts,
                 service.select_and_reserve,
-                lambda reservation_id: selector.reservations.free(reservation_id, time.monotonic()),
+                lambda reservation_id: selector.reservations.free(
+                    reservation_id, time.monotonic(), was_served=False
+                ),
                 lambda reservation_id, tokens: selector.reservations.expect_output(
                     reservation_id, tokens, time.monotonic()
                 ),

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -204,8 +205,8 @@ def test_what_is_no_network_is_refused(text: str) -> None:
 class Books(DrivenSelector):
     """With one worker of two ranks, and the ends that lines bring it."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.register(7, data_parallel_size=2)
         self.ends = LogEnds(
             self.selector.reservations.free, self.selector.health.report, lambda: self.now
@@ -226,6 +227,26 @@ def test_a_line_frees_its_reservation() -> None:
     books.ends.take(b"lean-end reservation=a status=499")
     assert books.live == {"b"}
     assert books.results() == {"freed": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_believed"),
+    [
+        *(("", True), ("status=200", True), ("status=499", True), ("status=400", True)),
+        *(("status=502", False), ("status=503", False), ("status=429", False)),
+        ('upstream="503, 200" connect="0.001, 0.001" status=200', False),
+        ('upstream="502, 200" connect="-, 0.001" status=200', False),
+        *(("termination=SC-- status=503", False), ("flags=UF status=503", False)),
+    ],
+)
+def test_a_prompt_that_the_first_worker_did_not_compute_is_not_believed_cached(
+    fields: str, is_believed: bool
+) -> None:
+    books = Books(ttl_s=100.0)
+    books.reserve("a", (7, 0), hashes=[1, 2])
+    books.ends.take(f"lean-end reservation=a worker=7 {fields}".encode().strip())
+    assert books.results() == {"freed": 1}
+    assert books.partition.index.total_blocks == 2 * is_believed
 
 
 def test_an_end_that_overtakes_its_beginning_is_remembered_for_a_while() -> None:

@@ -250,3 +250,37 @@ async def test_a_request_that_is_sent_again_has_one_span_and_takes_of_the_budget
     assert (transport.take()[:12], spans.begun, gateway.live) == (b"HTTP/1.1 502", 2, 0)
     left = RetryBudget.FIRST + 2 * RetryBudget.SHARE - 1
     assert abs(gateway.counts.retry_budget._left - left) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_believed"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\n{}", True),  # and it breaks
+        *(
+            (b"HTTP/1.1 %d x\r\ncontent-length: 2\r\n\r\n{}" % status, False)
+            for status in (400, 404, 429, 500, 501, 503)
+        ),
+        (b"", False),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n", False),
+    ],
+)
+@pytest.mark.parametrize("hangs_up", [False, True])
+def test_a_prompt_that_no_worker_computed_is_not_believed_cached(
+    answer: bytes, is_believed: bool, hangs_up: bool
+) -> None:
+    gateway = Gateway(Mode.LEARN, ttl_s=100.0)
+    client, _ = gateway.client()
+    body = json.dumps({"model": "m", "prompt": list(range(64))}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    client.data_received(head % len(body) + body)
+    (partition,) = gateway.selector.catalog.partitions.values()
+    assert partition.index.total_blocks == 4
+    if answer:
+        gateway.worker.data_received(answer)
+    if hangs_up:
+        client.connection_lost(None)
+    elif not gateway.worker.is_free:
+        gateway.worker.connection_lost(OSError("reset"))
+    assert gateway.live == 0
+    assert partition.index.total_blocks == 4 * is_believed

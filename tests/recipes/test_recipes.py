@@ -410,7 +410,9 @@ def test_a_script_that_haproxy_gives_up_as_its_client_left_ends_what_it_named(
     tmp_path: Path,
 ) -> None:
     freed: list[str] = []
-    ends = LogEnds(lambda reservation_id, now: freed.append(reservation_id), Mock(), lambda: 0)
+    ends = LogEnds(
+        lambda reservation_id, now, served: freed.append(reservation_id), Mock(), lambda: 0
+    )
     places = Places(tmp_path, "unix")
     with ExitStack() as stack:
         selector = stack.enter_context(socket.socket(socket.AF_UNIX))  # accepts, and says nothing

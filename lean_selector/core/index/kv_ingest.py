@@ -99,10 +99,13 @@ class KvIngest:
         dp_rank: int,
         on_emptied: Callable[[int, int], None] | None = None,
         is_eagle: bool = False,
+        on_stored: Callable[[int, int, bytes], None] | None = None,
     ) -> None:
         """`on_emptied` is called with the worker id and the rank when all blocks of a rank are
-        dropped. With `is_eagle`, a prompt block's hash also covers the token after the block."""
+        dropped; `on_stored` when it has stored device blocks, with their local hashes as well. With
+        `is_eagle`, a prompt block's hash also covers the token after the block."""
         self._on_emptied = on_emptied
+        self._on_stored = on_stored
         self.is_eagle = is_eagle
         self.worker_id = worker_id
         self.dp_rank = dp_rank  # the rank of batches that do not name one
@@ -374,6 +377,8 @@ class KvIngest:
             last = int.from_bytes(names[-8:], "little")
             if self._is_announced(key, rank, parent, last, blocks, before):
                 rank.announced.append(u64s(blocks).unpack(names))
+            if self._on_stored is not None:
+                self._on_stored(*key, local)
         self._count_stored(event.part, blocks)
         if salt is not None:
             hashes = u64s(blocks).unpack(names)

@@ -1,9 +1,11 @@
 """The approximate index: assumes for some time that a routed prompt is cached on its rank.
 
-This index is used for engines without KV events, and for other engines until their events arrive. A
+This index is used for engines without KV events, and for other engines until their events arrive:
+from the event with a prompt's last block on, the events alone tell what is cached of the prompt. A
 block expires some time after the last prompt with this block was routed to the rank. The block
-expires earlier if the rank is known to have no room for all its blocks. A routed prompt renews all
-its blocks, so a prefix never expires before its continuation.
+expires earlier if the rank is known to have no room for all its blocks, or if the rank computed
+none of the prompts. A routed prompt renews all its blocks, so a prefix never expires before its
+continuation.
 
 Each rank has a trie of its routed prompts (`PromptTrie`). So adding a prompt costs one step per
 branch, plus one per new block. For matching and dumping, the blocks are also entered in a `KvIndex`
@@ -25,24 +27,40 @@ _ALONE: Final = 1  # the set that contains only the rank of the trie
 _RANKS_PER_STEP: Final = 64
 
 
+class RoutedPrompt:
+    """A prompt that was routed to a rank, perhaps several times."""
+
+    __slots__ = ("bookings", "expires_at", "local_hashes")
+
+    def __init__(self, local_hashes: bytes) -> None:
+        self.local_hashes = local_hashes  # empty if no events are expected
+        self.bookings = 0
+        self.expires_at = 0.0
+
+
 class RankPrompts:
     """The prompts that were routed to one rank and have not expired."""
 
-    __slots__ = ("blocks", "recent", "trie")
+    __slots__ = ("blocks", "ends", "recent", "trie")
 
     def __init__(self) -> None:
         self.trie = PromptTrie()
         self.blocks = 0  # distinct blocks
-        # The last run of each prompt -> the prompt's expiry time, in order of expiry.
-        self.recent: OrderedDict[ActiveRun, float] = OrderedDict()
+        # By the last run of each prompt, in order of expiry.
+        self.recent: OrderedDict[ActiveRun, RoutedPrompt] = OrderedDict()
+        # The local hash of a prompt's last block -> the last runs of such prompts. Empty if no
+        # events are expected.
+        self.ends: dict[bytes, list[ActiveRun]] = {}
 
 
 class RoutedPrompts:
     """The routed prompts of one partition, by rank. `index` has the blocks of these prompts."""
 
-    def __init__(self, index: KvIndex, ttl_s: float) -> None:
+    def __init__(self, index: KvIndex, ttl_s: float, *, until_events: bool = False) -> None:
+        """`until_events`: the ranks' events will be told to `stored`."""
         self.index = index
         self._ttl_s = ttl_s
+        self._until_events = until_events
         self._ranks: dict[RankKey, RankPrompts] = {}  # only ranks with a prompt
         self._bounds: dict[int, int] = {}  # known bounds, by worker id
         self._is_expiring = False
@@ -57,10 +75,16 @@ class RoutedPrompts:
         if rank is None:
             rank = self._ranks[key] = RankPrompts()
         run, new_blocks = rank.trie.insert(names, _ALONE)
-        if run in rank.recent:
+        prompt = rank.recent.get(run)
+        if prompt is not None:
             rank.trie.remove(run, _ALONE, self._no_weights)
             rank.recent.move_to_end(run)
-        rank.recent[run] = now + self._ttl_s
+        else:
+            prompt = rank.recent[run] = RoutedPrompt(local_hashes if self._until_events else b"")
+            if self._until_events:
+                rank.ends.setdefault(local_hashes[-HASH_BYTES:], []).append(run)
+        prompt.bookings += 1
+        prompt.expires_at = now + self._ttl_s
         if not new_blocks:
             return
         rank.blocks += new_blocks
@@ -73,6 +97,31 @@ class RoutedPrompts:
         parent = int.from_bytes(names[start - HASH_BYTES : start], "little") if start else None
         chain = unpack(f"<{new_blocks}Q", names[start:])
         self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
+
+    def take_back(self, key: RankKey, names: bytes) -> None:
+        """Undo one `add`, because the rank computed nothing of the prompt."""
+        rank = self._ranks.get(key)
+        if rank is None or not names:
+            return
+        run, _ = rank.trie.insert(names, _ALONE)  # finds the run
+        prompt = rank.recent.get(run)
+        rank.trie.remove(run, _ALONE, self._no_weights)
+        if prompt is not None:
+            prompt.bookings -= 1
+            if not prompt.bookings:
+                self._forget(key, rank, run)
+
+    def stored(self, key: RankKey, local_hashes: bytes) -> None:
+        """Drop the prompts whose last block an event has now reported, with these blocks."""
+        rank = self._ranks.get(key)
+        if rank is None or not rank.ends:
+            return
+        for end in range(HASH_BYTES, len(local_hashes) + 1, HASH_BYTES):
+            for run in list(rank.ends.get(local_hashes[end - HASH_BYTES : end], ())):
+                prompt = rank.recent[run].local_hashes
+                start = max(0, end - len(prompt))
+                if prompt.endswith(local_hashes[start:end]):
+                    self._forget(key, rank, run)
 
     def set_bound(self, worker_id: int, blocks: int | None) -> None:
         """Set how many blocks each rank of a worker can hold; None means unknown. Above this limit,
@@ -91,7 +140,7 @@ class RoutedPrompts:
     def _expired(self, now: float) -> Iterator[None]:
         for number, key in enumerate(list(self._ranks)):
             rank = self._ranks.get(key)
-            while rank is not None and rank.recent and next(iter(rank.recent.values())) <= now:
+            while rank is not None and rank.recent and _oldest(rank).expires_at <= now:
                 self._forget_oldest(key, rank)
                 yield
                 rank = self._ranks.get(key)  # the rank may have been dropped meanwhile
@@ -102,7 +151,15 @@ class RoutedPrompts:
         self._is_expiring = False
 
     def _forget_oldest(self, key: RankKey, rank: RankPrompts) -> None:
-        run, _ = rank.recent.popitem(last=False)
+        self._forget(key, rank, next(iter(rank.recent)))
+
+    def _forget(self, key: RankKey, rank: RankPrompts, run: ActiveRun) -> None:
+        prompt = rank.recent.pop(run)
+        if prompt.local_hashes:
+            last = prompt.local_hashes[-HASH_BYTES:]
+            rank.ends[last].remove(run)
+            if not rank.ends[last]:
+                del rank.ends[last]
         names = rank.trie.hashes_of(run)
         gone = rank.trie.remove(run, _ALONE, self._no_weights)
         if gone:
@@ -134,3 +191,7 @@ class RoutedPrompts:
             run, _ = rank.recent.popitem()
             rank.trie.remove(run, _ALONE, self._no_weights)
             yield
+
+
+def _oldest(rank: RankPrompts) -> RoutedPrompt:
+    return next(iter(rank.recent.values()))

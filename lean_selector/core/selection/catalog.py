@@ -498,6 +498,8 @@ class Catalog:
                 # A loop, because `set - dict.keys()` would visit all keys for each source.
                 others = [n for n in spoken_for if n not in worker.sources and n not in subscribed]
                 partition.index.clear(worker_id, dp_rank, *others)
+                for each in (dp_rank, *others):
+                    partition.emptied(worker_id, each)
         dropped = partition.put_worker(spec, worker.is_draining)
         for dp_rank, source in sorted(worker.sources.items()):
             if subscribed.get(dp_rank) != source:

@@ -326,6 +326,29 @@ class Partition:
             self.routed.drop_rank(load.key)
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
 
+    def assume_cached(self, rank: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
+        """Assume that a rank caches a prompt booked on it, unless events have reported all of the
+        prompt. `names` are the prompt's sequence hashes."""
+        if self.routed is None:
+            return
+        if self.predicted is not None:
+            mask, size = self.slots.ranks[rank].mask, len(local_hashes)
+            for blocks, ranks in self.index.match_sets(local_hashes)[0]:
+                if blocks << 3 == size and ranks & mask:
+                    return
+        self.routed.add(rank, local_hashes, names, now)
+
+    def not_computed(self, reservation: Reservation) -> None:
+        """Undo `assume_cached` for a reservation, whose rank computed nothing of the prompt."""
+        if self.routed is not None:
+            names = self.slots.sequence_hashes_of(reservation)
+            self.routed.take_back(reservation.rank.key, names)
+
+    def stored(self, worker_id: int, dp_rank: int, local_hashes: bytes) -> None:
+        """From now on, rely on events for prompts of which an event reported the last block."""
+        if self.routed is not None and self.predicted is not None:
+            self.routed.stored((worker_id, dp_rank), local_hashes)
+
     def emptied(self, worker_id: int, dp_rank: int) -> None:
         """Drop the blocks assumed cached on a rank, because the rank's engine lost its cache."""
         if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:

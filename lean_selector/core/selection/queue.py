@@ -163,7 +163,7 @@ class QueueRules:
 
     def __init__(
         self,
-        free: Callable[[str, float], None] = lambda reservation_id, now: None,
+        free: Callable[[str, float, bool], None] = lambda reservation_id, now, was_served: None,
         *,
         threshold: float | None = None,
         max_wait_s: float | None = None,
@@ -171,10 +171,10 @@ class QueueRules:
         call_later: CallLater | None = None,
         claimed: set[str] | None = None,
     ) -> None:
-        """`free(reservation_id, now)` ends a reservation. `threshold`: None if requests never wait.
-        `call_soon` and `call_later` are the event loop's methods: without the first, all requests
-        are admitted at once; the second is needed only with `max_wait_s`. `claimed` gets the
-        reservation ids of queued requests, if given."""
+        """`free(reservation_id, now, was_served)` ends a reservation. `threshold`: None if requests
+        never wait. `call_soon` and `call_later` are the event loop's methods: without the first,
+        all requests are admitted at once; the second is needed only with `max_wait_s`. `claimed`
+        gets the reservation ids of queued requests, if given."""
         self._free = free
         self.threshold = threshold
         self.max_wait_s = max_wait_s
@@ -186,7 +186,7 @@ class QueueRules:
 
     def give_back(self, reservation_id: str, now: float) -> None:
         with contextlib.suppress(NotFound):  # removed with its worker
-            self._free(reservation_id, now)
+            self._free(reservation_id, now, False)
 
 
 class Queue:

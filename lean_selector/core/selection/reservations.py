@@ -4,7 +4,7 @@ expired. The selector books them.
 Whatever may have freed capacity admits requests from the partition's queue. Times are arguments, in
 monotonic seconds."""
 
-from lean_selector.core.health.ejections import REFUSED
+from lean_selector.core.health.ejections import FAILED, REFUSED
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers
@@ -13,6 +13,8 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.hearers import Decisions
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.worker_health import WorkerHealth
+
+_FAULTS = frozenset((FAILED, REFUSED))
 
 
 class Reservations:
@@ -66,10 +68,13 @@ class Reservations:
         cached_tokens: int | None,
         now: float,
         known_tokens: int | None = None,
+        *,
+        reports_prefill: bool = False,
     ) -> None:
         """Free a reservation and record the outcome for its rank. A refused connection counts for
         the whole worker. `cached_tokens` is the engine's count of cached tokens. `known_tokens`:
-        how many prompt tokens are in blocks whose hashes the caller knew (None: all)."""
+        how many prompt tokens are in blocks whose hashes the caller knew (None: all).
+        `reports_prefill`: the caller reports every completed prefill, whatever the outcome."""
         partition = self._bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank = reservation.rank
@@ -83,13 +88,19 @@ class Reservations:
                 partition.block_size,
                 known_tokens,
             )
-        self.free(reservation_id, now)
+        self.free(reservation_id, now, was_served=not reports_prefill and outcome not in _FAULTS)
         if outcome is not None:
             dp_rank = None if outcome == REFUSED else rank.dp_rank
             self._health.report(rank.worker_id, dp_rank, outcome, now)
 
-    def free(self, reservation_id: str, now: float) -> None:
+    def free(self, reservation_id: str, now: float, was_served: bool = True) -> None:
+        """End a reservation. Without `was_served`, its rank is no longer assumed to cache the
+        prompt, unless the prefill was reported as complete."""
         for partition in self._bookings.holders(reservation_id):
+            if not was_served:
+                live = partition.slots.reservations[reservation_id]
+                if not live.prefill_done and not live.is_replica:
+                    partition.not_computed(live)
             reservation = partition.ledger.free(reservation_id, now)
             if reservation is not None and not reservation.prefill_done:
                 partition.speeds.ended(reservation, now)

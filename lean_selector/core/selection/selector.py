@@ -113,7 +113,9 @@ class Selector:
         terms = self.terms_of(key[0])
         routed = None
         if ttl_s > 0.0:
-            routed = RoutedPrompts(index.beside() if self.settings.use_kv_events else index, ttl_s)
+            until_events = self.settings.use_kv_events
+            beside = index.beside() if until_events else index
+            routed = RoutedPrompts(beside, ttl_s, until_events=until_events)
         queue = Queue(
             lambda waiting, ranks, now: self._place_waiting(partition, waiting, ranks, now),
             self.settings.queue_of(self.settings.policy_of(key[0])),

@@ -4,6 +4,7 @@ Against a model that knows of each block only when it was booked last, and by wh
 """
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -24,8 +25,8 @@ A, B = (1, 0), (1, 1)
 TTL_S = 10.0
 
 
-def routed() -> RoutedPrompts:
-    return RoutedPrompts(KvIndex(16), TTL_S)
+def routed(until_events: bool = False) -> RoutedPrompts:
+    return RoutedPrompts(KvIndex(16), TTL_S, until_events=until_events)
 
 
 def add(prompts: RoutedPrompts, key: RankKey, path: list[int], now: float) -> None:
@@ -183,10 +184,11 @@ keys = st.sampled_from([A, B, (2, 0)])
 class RoutedMachine(RuleBasedStateMachine):
     @initialize(bound=st.sampled_from([None, 2, 3, 4, 5, 6, 8, 12]))
     def begin(self, bound: int | None) -> None:
-        self.prompts, self.now, self.bound = routed(), 0.0, bound
+        self.prompts, self.now, self.bound = routed(until_events=True), 0.0, bound
         for worker_id in (1, 2):
             self.prompts.set_bound(worker_id, bound)
         self.booked: dict[RankKey, dict[tuple[int, ...], float]] = {}  # in order of last booking
+        self.times: Counter[tuple[RankKey, tuple[int, ...]]] = Counter()  # booked and not undone
 
     def held(self, key: RankKey) -> set[tuple[int, ...]]:
         """Every leading part of a prompt that is believed."""
@@ -206,13 +208,35 @@ class RoutedMachine(RuleBasedStateMachine):
         add(self.prompts, key, path, self.now)
         booked = self.booked.setdefault(key, {})
         before = len(self.held(key))
-        booked.pop(tuple(path), None)
+        if booked.pop(tuple(path), None) is None:
+            self.times[key, tuple(path)] = 0
+        self.times[key, tuple(path)] += 1
         booked[tuple(path)] = self.now
         grew = len(self.held(key)) > before
         while grew and self.bound is not None and len(self.held(key)) > self.bound:
             if len(booked) == 1:
                 break
             del booked[next(iter(booked))]
+
+    @rule(key=keys, at=st.integers(0, 50), other=paths)
+    def take_one_back(self, key: RankKey, at: int, other: list[int]) -> None:
+        """Of a prompt that is believed, and of any."""
+        booked = self.booked.get(key, {})
+        for path in (list(booked)[at % len(booked)] if booked else (), tuple(other)):
+            self.prompts.take_back(key, sequence_hashes_bytes(pack(path)))
+            self.times[key, path] -= 1
+            if not self.times[key, path]:
+                booked.pop(path, None)
+
+    @rule(key=keys, stored=paths)
+    def an_event_stores_blocks(self, key: RankKey, stored: list[int]) -> None:
+        """Perhaps after a parent: a prompt goes if it may end with them."""
+        self.prompts.stored(key, pack(stored))
+        for path in list(self.booked.get(key, {})):
+            for end in range(1, len(stored) + 1):
+                known = min(end, len(path))
+                if list(path[-known:]) == stored[end - known : end]:
+                    self.booked[key].pop(path, None)
 
     @rule(wait=st.sampled_from([0.0, 3.0, 11.0]))
     def forget_what_is_overdue(self, wait: float) -> None:
