@@ -1,13 +1,10 @@
-"""ZMQ endpoints: validation with the documented error texts, and comparison. Also compares HTTP
-endpoints.
+"""ZMQ endpoints: validation with the documented error texts, and comparison.
 
 The texts are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). This
 module resolves and connects nothing: `tcp://*:5` and unknown hosts are valid, although libzmq may
 refuse them later."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from lean_selector.core.numbers import MAX_RANKS
 
@@ -61,27 +58,6 @@ def zmq_key(endpoint: str) -> str:
         return endpoint
     host, _, port = endpoint.rpartition(":")
     return f"{host.lower()}:{port.lstrip('+0') or '0'}"
-
-
-class HttpPlace(NamedTuple):
-    """Address and path of an HTTP endpoint; equal for every spelling of the endpoint."""
-
-    address: str  # host:port, as in a tcp endpoint
-    path: str  # "" if there is none; without a trailing /v1
-
-
-def http_place(endpoint: str) -> HttpPlace | None:
-    """Parse an HTTP endpoint; `http://` may be omitted. Returns None if host or port is unknown."""
-    try:
-        url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
-        port = url.port or {"http": 80, "https": 443}.get(url.scheme)
-        host = url.hostname
-    except ValueError:
-        return None
-    if host is None or port is None:
-        return None
-    path = url.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return HttpPlace(f"{f'[{host}]' if ':' in host else host}:{port}", path)
 
 
 def _fault(endpoint: str) -> str | None:

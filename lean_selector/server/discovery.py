@@ -34,8 +34,7 @@ def selector_discovery(core: SelectorCore, replication: Replication | None) -> D
 
         def register(spec: WorkerSpec, anew: bool) -> list[str]:
             worker = selector.upsert_worker(spec, time.monotonic(), anew=anew)
-            places = selector.catalog.places
-            warnings = registration_warnings(worker, places, core.subscriptions, selector.settings)
+            warnings = registration_warnings(worker, core.subscriptions, selector.settings)
             if (flags := mend_of_incomplete(worker.reasons)) is not None:
                 warnings.append(f"cannot be chosen: {'; '.join(worker.reasons)}: give {flags}")
             if defaults.events_port is not None and any(" also that of " in w for w in warnings):

@@ -12,10 +12,10 @@ import msgspec
 
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import HttpPlaces, Worker
+from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.core.zmq_endpoints import check_endpoint, http_place, zmq_key
+from lean_selector.core.zmq_endpoints import check_endpoint, zmq_key
 from lean_selector.http.head import Request
 from lean_selector.service.replies import is_json, printable, warning_line
 from lean_selector.service.routes import Route, Served
@@ -160,7 +160,7 @@ def mend_of_incomplete(reasons: Sequence[str]) -> str | None:
 
 # a socket may bind to these wildcards, but no client can connect to them
 _LISTENING: Final = ("*", "0.0.0.0", "[::]")
-_NAMED: Final = 4  # endpoints or workers listed in a warning; a worker may have 4 096
+_NAMED: Final = 4  # endpoints or ranks listed in a warning; a worker may have 4 096
 
 
 class Sources(Protocol):
@@ -171,112 +171,44 @@ class Sources(Protocol):
     def askers(self, key: str) -> Sequence[RankKey]: ...
 
 
-def registration_warnings(
-    worker: Worker, places: HttpPlaces, sources: Sources, settings: RouterSettings
-) -> list[str]:
-    """Returns one-line warnings about a worker that was just registered, and its endpoints.
-    `places` and `sources` have the endpoints of all workers, including this worker. If KV events
-    are off, only the worker's HTTP endpoint is checked."""
-    listens = settings.use_kv_events
-    judgement = _Judgement(worker, places, sources)
-    warnings = list(judgement.of_http())
+def registration_warnings(worker: Worker, sources: Sources, settings: RouterSettings) -> list[str]:
+    """Returns one-line warnings about a worker that was just registered, and, with KV events, about
+    its endpoints. `sources` has the event and replay endpoints of all workers, including this
+    worker."""
+    warnings = []
     if worker.reasons and worker.reasons[0].startswith(OF_OTHER_BLOCKS):
         warnings.append(OTHER_BLOCKS)
-    room = len(warnings) + _NAMED
-    if listens and not worker.reasons and not judgement.has_events:
+    if not settings.use_kv_events:
+        return warnings
+    if not worker.reasons and not _events_of(worker.spec):
         assumed = assumed_without_events(settings.routed_ttl_s)
         warnings.append(
             f"no source of KV events is given: {assumed}; give kv_events_endpoint, or the port of "
             f"discovered engines with {EVENTS_PORT}"
         )
-    for warning in judgement.of_sources() if listens else ():
-        if len(warnings) == room:
-            warnings.append("and more of its endpoints")
-            break
-        warnings.append(warning)
+    faults = _endpoint_faults(worker, sources)
+    warnings += islice(faults, _NAMED)
+    if next(faults, None) is not None:
+        warnings.append("and more of its endpoints")
     return warnings
 
 
-class _Judgement:
-    """Checks a worker's endpoints: their syntax, and whether other workers use them, too."""
-
-    def __init__(self, worker: Worker, places: HttpPlaces, sources: Sources) -> None:
-        self._worker = worker
-        self._spec = spec = worker.spec
-        self._places = places
-        self._sources = sources
-        place = http_place(spec.endpoint) if spec.endpoint else None
-        self._served = None if place is None else f"tcp://{place.address}"
-        self._events = {zmq_key(endpoint) for _, endpoint, _ in _events_of(spec)}
-        self.has_events = bool(self._events)
-
-    def of_http(self) -> Iterator[str]:
-        endpoint = self._spec.endpoint
-        if not endpoint:
-            return
-        if "://" not in endpoint:
-            yield f"endpoint {endpoint} has no scheme: http://{endpoint} is probably meant"
-        sharing = list(islice(self._places.sharing(self._spec), _NAMED + 1))
-        if sharing:
-            yield f"endpoint {endpoint} is also that of {_workers(sharing)}"
-        if self._served is not None:
-            taken = self._heard_there(self._served) or self._asked_there(self._served)
-            if taken is not None:
-                yield f"endpoint {endpoint} {taken}"
-
-    def of_sources(self) -> Iterator[str]:
-        for field, endpoint, dp_rank in _events_of(self._spec):
-            fault = _fault(endpoint) or self._of_events(zmq_key(endpoint), dp_rank)
-            if fault is not None:
-                yield f"{field} {endpoint} {fault}"
-        for field, endpoint in _replays_of(self._worker):
-            fault = _fault(endpoint) or self._of_replay(zmq_key(endpoint))
-            if fault is not None:
-                yield f"{field} {endpoint} {fault}"
-        for endpoint in self._worker.load_endpoints.values():
-            fault = _fault(endpoint) or self._of_load(zmq_key(endpoint))
-            if fault is not None:
-                yield f"load_endpoint {endpoint} {fault}"
-
-    def _of_events(self, key: str, dp_rank: int) -> str | None:
-        own = self._spec.worker_id, dp_rank
-        others = [rank for rank in self._sources.listeners(key) if rank != own]
-        if others:
-            return f"is also that of {_ranks(others)}"
-        return self._asked_there(key) or self._served_there(key)
-
-    def _of_replay(self, key: str) -> str | None:
-        """Returns what is wrong with a replay endpoint, or None. The ranks of one worker may share
-        a replay endpoint."""
-        if key in self._events and key != self._served:
-            return "is where the worker's events are expected"
-        others = self._of_others(self._sources.askers(key))
-        if others:
-            return f"is also that of {_ranks(others)}"
-        return self._heard_there(key) or self._served_there(key)
-
-    def _of_load(self, key: str) -> str | None:
-        if key in self._events:
-            return "is where the worker's events are expected"
-        return self._heard_there(key) or self._asked_there(key) or self._served_there(key)
-
-    def _heard_there(self, key: str) -> str | None:
-        others = self._of_others(self._sources.listeners(key))
-        return f"is the kv_events endpoint of {_ranks(others)}" if others else None
-
-    def _asked_there(self, key: str) -> str | None:
-        others = self._of_others(self._sources.askers(key))
-        return f"is the replay endpoint of {_ranks(others)}" if others else None
-
-    def _served_there(self, key: str) -> str | None:
-        if key == self._served:
-            return "is the address of the worker's HTTP endpoint"
-        there = self._places.at_address(key.removeprefix("tcp://"))
-        others = list(islice(there, _NAMED + 1))
-        return f"is the address of the HTTP endpoint of {_workers(others)}" if others else None
-
-    def _of_others(self, ranks: Sequence[RankKey]) -> list[RankKey]:
-        return [rank for rank in ranks if rank[0] != self._spec.worker_id]
+def _endpoint_faults(worker: Worker, sources: Sources) -> Iterator[str]:
+    """Yields what is wrong with the worker's event and replay endpoints: how they are written, and
+    the ranks that have them too. The ranks of one worker may share a replay endpoint."""
+    worker_id = worker.spec.worker_id
+    for field, endpoint, dp_rank in _events_of(worker.spec):
+        key = zmq_key(endpoint)
+        heard = [rank for rank in sources.listeners(key) if rank != (worker_id, dp_rank)]
+        fault = _fault(endpoint) or _shared([*heard, *sources.askers(key)])
+        if fault is not None:
+            yield f"{field} {endpoint} {fault}"
+    for field, endpoint in _replays_of(worker):
+        key = zmq_key(endpoint)
+        asked = [rank for rank in sources.askers(key) if rank[0] != worker_id]
+        fault = _fault(endpoint) or _shared([*asked, *sources.listeners(key)])
+        if fault is not None:
+            yield f"{field} {endpoint} {fault}"
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
@@ -320,12 +252,9 @@ def _fault(endpoint: str) -> str | None:
     return None
 
 
-def _ranks(ranks: Sequence[RankKey]) -> str:
+def _shared(ranks: Sequence[RankKey]) -> str | None:
+    if not ranks:
+        return None
     named = [f"worker {worker_id} dp_rank {dp_rank}" for worker_id, dp_rank in ranks[:_NAMED]]
-    more = len(ranks) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
-
-
-def _workers(ids: Sequence[int]) -> str:
-    named = ", ".join(f"worker {worker_id}" for worker_id in ids[:_NAMED])
-    return named + (" and more" if len(ids) > _NAMED else "")
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"is also that of {', '.join(named)}{more}"

@@ -236,10 +236,7 @@ class WorkerHandlers(ReplicaHandlers):
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
         """Returns a worker's current record, with warnings about its endpoints."""
         record = self._records.one(worker)
-        selector = self.selector
-        warnings = registration_warnings(
-            worker, selector.catalog.places, self._sources, selector.settings
-        )
+        warnings = registration_warnings(worker, self._sources, self.selector.settings)
         return Reply(status, record, warnings) if warnings else record
 
     def remove(self, worker_id: int) -> object:

@@ -4,7 +4,6 @@ import pytest
 
 from lean_selector.core.zmq_endpoints import (
     check_endpoint,
-    http_place,
     replay_endpoint_for,
     zmq_key,
 )
@@ -80,26 +79,3 @@ def test_replay_endpoint_must_exist(endpoint: str, offset: int) -> None:
 )
 def test_every_spelling_of_a_zmq_endpoint_has_one_key(endpoint: str, key: str) -> None:
     assert zmq_key(endpoint) == key
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "place"),
-    [
-        ("http://Host", ("host:80", "")),
-        ("https://host/", ("host:443", "")),
-        ("http://host:08000/v1/", ("host:8000", "")),
-        ("http://host/a//v1/", ("host:80", "/a")),
-        ("Host:8000/of-v1", ("host:8000", "/of-v1")),
-        ("http://[FE80::1]:5", ("[fe80::1]:5", "")),
-        ("grpc://host:5", ("host:5", "")),
-        ("grpc://host", None),
-        ("http://host:99999", None),
-        ("http://[", None),
-        ("http://", None),
-        ("", None),
-    ],
-)
-def test_every_spelling_of_an_http_endpoint_is_one_place(
-    endpoint: str, place: tuple[str, str] | None
-) -> None:
-    assert http_place(endpoint) == place

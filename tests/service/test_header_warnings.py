@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import HttpPlaces, Worker, load_endpoints_of
+from lean_selector.core.selection.catalog import Worker, load_endpoints_of
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.settings import API_1_6
@@ -49,9 +49,7 @@ def warnings(settings: RouterSettings = DEFAULT, **fields: object) -> list[str]:
     told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000"}
     told |= {"kv_events_endpoint": events, **fields}
     spec = WorkerSpec(**told)  # type: ignore[arg-type]
-    return registration_warnings(
-        *(Worker(spec, [], {}, load_endpoints_of(spec)), HttpPlaces(), Nobody(), settings)
-    )
+    return registration_warnings(Worker(spec, [], {}, load_endpoints_of(spec)), Nobody(), settings)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +67,12 @@ def test_nothing_is_said_of_what_may_be_right(endpoint: str) -> None:
         ("tcp://[::]:5557", LISTENS),
         ("host:5557", "has no scheme: tcp://host:5557 is probably meant"),
         ("http://host:5557", "is not a ZMQ endpoint (tcp://host:port)"),
-        ("tcp://host:8000", "is the address of the worker's HTTP endpoint"),
-        ("tcp://HOST:08000", "is the address of the worker's HTTP endpoint"),
         ("inproc://events", "is not reachable outside of the engine's process"),
     ],
 )
 def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:
     assert warnings(kv_events_endpoint=endpoint) == [f"kv_events_endpoint {endpoint} {fault}"]
     assert warnings(replay_endpoint=endpoint) == [f"replay_endpoint {endpoint} {fault}"]
-    if "://" in endpoint and not endpoint.startswith("http"):  # else it is no longer schedulable
-        assert warnings(load_endpoint=endpoint) == [f"load_endpoint {endpoint} {fault}"]
     by_rank = warnings(kv_events_endpoints={3: endpoint}, replay_endpoints={4: endpoint})
     assert by_rank == [
         f"kv_events_endpoints[3] {endpoint} {fault}",
@@ -142,11 +136,11 @@ def worker(worker_id: int, **fields: object) -> dict[str, object]:
 
 
 def test_a_registration_says_so_in_a_header_and_nowhere_else(service: RunningService) -> None:
-    body = worker(1, kv_events_endpoint="tcp://*:5557", replay_endpoint="tcp://w:8001")
+    body = worker(1, kv_events_endpoint="tcp://*:5557", replay_endpoint="tcp://0.0.0.0:1")
     status, warning, record = sent(service, "POST", "/workers", body)
     assert (status, record["lifecycle"]) == (201, "schedulable")
-    where = "replay_endpoint tcp://w:8001 is the address of the worker's HTTP endpoint"
-    assert warning == f"kv_events_endpoint tcp://*:5557 {LISTENS}; {where}"
+    replay = f"replay_endpoint tcp://0.0.0.0:1 {LISTENS}"
+    assert warning == f"kv_events_endpoint tcp://*:5557 {LISTENS}; {replay}"
     mended = {"kv_events_endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://w:5558"}
     status, warning, record = sent(service, "PATCH", "/workers/1", mended)
     assert (status, warning, record["lifecycle"]) == (200, None, "schedulable")
@@ -209,14 +203,9 @@ NEXT = {"kv_events_endpoint": "tcp://n:5559", "replay_endpoint": "tcp://n:6559"}
     [
         ("replay_endpoint", "tcp://N:06557", "is also that of worker 20 dp_rank 0"),
         ("replay_endpoint", "tcp://n:6558", "is also that of worker 20 dp_rank 1"),
-        ("replay_endpoint", "tcp://n:5558", "is the kv_events endpoint of worker 20 dp_rank 1"),
-        ("replay_endpoint", "tcp://n:8000", "is the address of the HTTP endpoint of worker 20"),
-        ("replay_endpoint", "tcp://M:5557", "is where the worker's events are expected"),
-        ("kv_events_endpoint", "tcp://n:6558", "is the replay endpoint of worker 20 dp_rank 1"),
-        ("kv_events_endpoint", "tcp://n:8000", "is the address of the HTTP endpoint of worker 20"),
-        ("endpoint", "http://N:8000", "is also that of worker 20"),
-        ("endpoint", "http://n:5557", "is the kv_events endpoint of worker 20 dp_rank 0"),
-        ("endpoint", "http://n:6557", "is the replay endpoint of worker 20 dp_rank 0"),
+        ("replay_endpoint", "tcp://n:5558", "is also that of worker 20 dp_rank 1"),
+        ("kv_events_endpoint", "tcp://N:5557", "is also that of worker 20 dp_rank 0"),
+        ("kv_events_endpoint", "tcp://n:6558", "is also that of worker 20 dp_rank 1"),
     ],
 )
 @pytest.mark.usefixtures("neighbours")
@@ -236,7 +225,8 @@ def test_an_endpoint_of_another_worker_is_named(
         ),
         (
             {**ranks(7557), "replay_endpoint": "tcp://w:7558"},
-            "replay_endpoint tcp://w:7558 is where the worker's events are expected",
+            "kv_events_endpoints[1] tcp://w:7558 is also that of worker 21 dp_rank 0; "
+            "replay_endpoint tcp://w:7558 is also that of worker 21 dp_rank 1",
         ),
         (
             {**ranks(7902), "replay_endpoint": "tcp://w:7910"},

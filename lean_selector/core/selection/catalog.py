@@ -7,7 +7,7 @@ reasons (spec selection.md section 2; decisions D3, D6, D10). The catalog opens 
 `SourceSink` subscribes to the workers' events."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -28,56 +28,10 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.settings import API_1_3, Dialect
 from lean_selector.core.zmq_endpoints import (
-    HttpPlace,
     check_endpoint,
-    http_place,
     rank_endpoints,
     replay_endpoint_for,
 )
-
-
-class HttpPlaces:
-    """Finds the workers in the catalog by the HTTP address of their endpoint."""
-
-    def __init__(self) -> None:
-        self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
-        self._by_address: dict[str, dict[int, None]] = {}  # no inner dict is empty
-
-    def put(self, spec: WorkerSpec) -> None:
-        place = _place_of(spec)
-        if place is not None:
-            self._by_place.setdefault(place, {})[spec.worker_id] = spec.ranks
-            self._by_address.setdefault(place.address, {})[spec.worker_id] = None
-
-    def remove(self, spec: WorkerSpec) -> None:
-        place = _place_of(spec)
-        if place is None:
-            return
-        there, near = self._by_place[place], self._by_address[place.address]
-        del there[spec.worker_id], near[spec.worker_id]
-        if not there:
-            del self._by_place[place]
-        if not near:
-            del self._by_address[place.address]
-
-    def at_address(self, address: str) -> Collection[int]:
-        """Return the ids of the workers whose endpoint has this host:port, with any path."""
-        return self._by_address.get(address, ())
-
-    def sharing(self, spec: WorkerSpec) -> Iterator[int]:
-        """Yield the ids of the other workers that were registered with the same HTTP endpoint as
-        `spec`, and that have at least one rank number in common with `spec`."""
-        place = _place_of(spec)
-        own = spec.ranks
-        for worker_id, ranks in self._by_place.get(place, {}).items() if place is not None else ():
-            overlap = max(own.start, ranks.start) < min(own.stop, ranks.stop)
-            if overlap and worker_id != spec.worker_id:
-                yield worker_id
-
-
-def _place_of(spec: WorkerSpec) -> HttpPlace | None:
-    return http_place(spec.endpoint) if spec.endpoint else None
-
 
 # --------------------------------------------------------------------------------------------------
 # What a record needs so that its worker can be scheduled, and the sources of its events.
@@ -330,7 +284,6 @@ class Catalog:
         self._on_discarded = on_discarded
         self._check = check
         self.workers: dict[int, Worker] = {}
-        self.places = HttpPlaces()  # of all registered workers
         self.revision = 0  # incremented on each visible change of `workers`
         # Every model and tenant that had a worker here, up to a limit.
         self.known: dict[PartitionKey, None] = {}
@@ -456,9 +409,6 @@ class Catalog:
             known = None
         if known is None:
             insort(self._order, _place(worker))
-        else:
-            self.places.remove(known.spec)
-        self.places.put(worker.spec)
         self.workers[worker.spec.worker_id] = worker
         self.revision += 1
         self._remember(worker.spec.key)
@@ -473,7 +423,6 @@ class Catalog:
                         del self.known[old]
 
     def _forget(self, worker: Worker) -> None:
-        self.places.remove(worker.spec)
         del self.workers[worker.spec.worker_id]
         del self._order[bisect_left(self._order, _place(worker))]
         self.revision += 1
