@@ -10,6 +10,7 @@ in its order and then again, or made up. Statistics are by route template.
 """
 
 import itertools
+import logging
 import random
 import sys
 import time
@@ -32,6 +33,8 @@ from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineRequest, EngineSpeed, SimulatedEngine
 from lean_selector.tools.trace import read_trace
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request, between the tables
 
 TENANT = "default"
 SELECTOR, SLOT_TRACKER = "selection service", "slot tracker"

@@ -66,6 +66,9 @@ def test_a_bad_configuration_ends_with_status_2_and_one_line(
         (["demoo"], "`demo`"),
         (["serve"], "gateway, demo"),
         (["check", "--seconds", "abc"], "`abc` is no number"),
+        (["--que-threshold", "2"], "`--queue-threshold`"),
+        (["gateway", "http://a", "--polcy=latency"], "`--policy`"),
+        (["gateway", "127.0.0.1:8001/x"], "http://HOST:PORT"),
     ],
 )
 def test_a_slip_on_the_command_line_is_answered_with_what_is_meant(

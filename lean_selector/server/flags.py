@@ -201,6 +201,13 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports an error in one line, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
+        _, is_unknown, rest = message.partition("unrecognized arguments: ")
+        if is_unknown:
+            from difflib import get_close_matches
+
+            flag = rest.split()[0].partition("=")[0]
+            close = get_close_matches(flag, self._option_string_actions, 1)
+            message += f": is `{close[0]}` meant?" if close else ""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import ClassVar, Final, Literal
 
 from lean_selector.gateway.prompt_shapes import PromptSettings
-from lean_selector.http.urls import Url
+from lean_selector.http.urls import Url, endpoint_url
 from lean_selector.server.flags import flag
 from lean_selector.server.selector_flags import (
     SESSIONS,
@@ -25,8 +25,9 @@ _TOUCHES = 3.0  # renewals per reservation expiry time
 
 
 def _url(value: str) -> str:
-    """Parses a worker's `http://host:port`. Removes a trailing /v1, as in OpenAI base URLs."""
-    url = Url(value)
+    """Parses a worker's `http://host:port`; the scheme may be missing, as in a file of workers.
+    Removes a trailing /v1, as in OpenAI base URLs."""
+    url = endpoint_url(value)
     if url.target.rstrip("/") not in ("", "/v1") or "?" in value or "#" in value:
         raise ValueError(f"`{value}`: expected http://HOST:PORT or http://HOST:PORT/v1")
     return url.origin

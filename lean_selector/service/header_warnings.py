@@ -4,6 +4,7 @@ fields of the body, and endpoints of a registration that are probably wrong.
 The headers are computed for failed requests, for registrations and changes of workers, and for
 reports of how requests ended, but not for requests that get a worker."""
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Protocol
@@ -17,6 +18,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.zmq_endpoints import check_endpoint, zmq_key
 from lean_selector.http.head import Request
+from lean_selector.service.access import ADMIN
 from lean_selector.service.replies import is_json, printable, warning_line
 from lean_selector.service.routes import Route, Served
 from lean_selector.wire.discovery_states import (
@@ -61,6 +63,7 @@ _OTHER_NAMES: Final = {
     "ttft_seconds": "ttft_ms",
     "cached": "cached_tokens",
 }
+_log = logging.getLogger("lean_selector.server")
 _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -90,7 +93,8 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
 
 
 def with_warnings(route: Route) -> Route:
-    """Changes and returns `route`: its successful answers now also warn of unknown fields."""
+    """Changes and returns `route`: its successful answers now also warn of unknown fields. Of a
+    registration it is logged too: it may be in use for long, for another model than meant."""
     run, fields = route.run, route.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
@@ -98,6 +102,8 @@ def with_warnings(route: Route) -> Route:
         warnings = unread_fields(request, fields)
         if not warnings or not isinstance(result, bytes):
             return result
+        if route.role is ADMIN:
+            _log.warning("%s %s: %s", route.method, route.path, "; ".join(warnings))
         head, _, body = result.partition(b"\r\n\r\n")
         return b"%b\r\n%b\r\n%b" % (head, warning_line(warnings), body)
 

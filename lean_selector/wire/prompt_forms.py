@@ -50,7 +50,7 @@ def prompt_to_select(
         prompt = _from_tokens(fields, block_size, is_eagle)
         if prompt is not None:
             if prompt.isl_tokens == 0 and not may_be_empty:
-                raise BadRequest("isl_tokens must be greater than 0")
+                raise BadRequest("token_ids is empty: isl_tokens must be greater than 0")
             return prompt
     return _from_hashes(fields, with_local=True)
 

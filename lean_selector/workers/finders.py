@@ -43,7 +43,8 @@ class Sighting:
         return "starting" if self.count is None else "watching"
 
     def found(self, count: int) -> None:
-        if self.error is not None or self.count is None:
+        is_news = self.error is not None or self.count is None
+        if is_news and not self.name.startswith("url:"):  # a URL always finds itself
             log.info("discovery %s: %d found", self.name, count, extra={"discovery": self.name})
             self.since = time.monotonic()
         self.count = count
@@ -59,7 +60,9 @@ class Sighting:
         self.error = reason
         if not self._warned_at or now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
-            text = "discovery %s failed, its last result stays in use: %s"
+            text = "discovery %s failed: %s"
+            if self.count is not None:
+                text = "discovery %s failed, its last result stays in use: %s"
             log.warning(text, self.name, reason, extra={"discovery": self.name})
 
 

@@ -9,7 +9,7 @@ import xxhash
 
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.http.urls import Url, base_without_version, endpoint_url
+from lean_selector.http.urls import base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRequest
 
@@ -44,7 +44,7 @@ def target_of(text: str) -> Target:
     if kind == "file":
         return Target(text, "file", rest)
     if kind == "url":
-        Url(rest)
+        endpoint_url(rest)
         if "?" in rest or "#" in rest:
             raise ValueError(f"`{text}`: expected a URL without a query")
         return Target(text, "url", rest)

@@ -157,6 +157,7 @@ def test_the_selector_in_it_is_told_what_the_gateway_is_but_has_a_port_of_its_ow
     for words, policy in (("", "latency"), (" --policy dynamo", "dynamo")):
         assert gateway(f"http://a{words}").selector.settings.policy == policy
     assert gateway("http://a").selector.discover.defaults == '{"block_size": 16}'
+    assert gateway("a:1/v1").selector.discover.targets == ["url:http://a:1"]
     for words in ("http://a", "--discover file:/w"):
         given = gateway(f'{words} --discover-defaults {{"events_port":5557}}')
         assert given.selector.discover.defaults == '{"block_size": 16, "events_port": 5557}'

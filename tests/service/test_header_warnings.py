@@ -360,6 +360,14 @@ def test_a_report_is_told_of_them_though_it_counts(gate_of: Callable[[], InProce
     assert "x-warning" not in headers(gate, path, right)[1]
 
 
+def test_a_registration_for_another_model_than_meant_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = {"worker_id": 1, "model": "llama", "endpoint": "http://a:8000", "block_size": 16}
+    assert headers(selector(), "/workers", body)[0] == 201
+    assert "model is ignored: is model_name meant?" in caplog.text
+
+
 def test_fields_of_ones_own_and_those_beside_the_right_one_are_nobodys_concern() -> None:
     for body in (
         {"model_name": "lama", "model": "llama", "token_ids": [1]},

@@ -171,7 +171,7 @@ def test_empty_multimodal_routing_tokens_do_not_count() -> None:
 
 
 def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
-    with pytest.raises(BadRequest, match="isl_tokens must be greater than 0"):  # D7
+    with pytest.raises(BadRequest, match="token_ids is empty: isl_tokens must"):  # D7
         select({"token_ids": [], "block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 5})
     prompt = book({"token_ids": []})
     assert (prompt.isl_tokens, prompt.sequence_count, prompt.sequence_hashes()) == (0, 0, b"")

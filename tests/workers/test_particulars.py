@@ -50,7 +50,7 @@ def test_a_target_is_taken_apart(text: str, target: Target) -> None:
         ("workers.yaml", "expected file:PATH"),
         ("file:", "expected file:PATH"),
         ("etcd:a", "expected file:PATH"),
-        ("url:host:8000", "not an http:// or https:// URL"),
+        ("url:ftp://host:8000", "not an http:// or https:// URL"),
         ("url:http://host:8000?x", "`url:http://host:8000\\?x`: expected a URL without a query"),
         ("url:http://host:8000/v1?", "expected a URL without a query"),
         ("url:http://host:8000#x", "expected a URL without a query"),
