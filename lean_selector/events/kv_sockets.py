@@ -1,17 +1,14 @@
-"""Open an engine's ZMQ connections, and parse received frames. SUB sockets receive KV events and
-load reports. A DEALER socket requests missed KV events. Spec: indexer.md 1.1, 1.2, 1.5."""
+"""Open an engine's ZMQ connections, and parse received frames. SUB sockets receive KV events. A
+DEALER socket requests missed KV events. Spec: indexer.md 1.1, 1.2, 1.5."""
 
 import struct
 from collections.abc import Callable
-from typing import Final
 
 import zmq
 
 from lean_selector.events.link import Link
 from lean_selector.events.links import Links
 from lean_selector.wire.kv_events import MAX_BATCH_BYTES
-
-MAX_LOAD_BYTES: Final = 4096  # of a load report; usual reports have about forty
 
 _SEQ = struct.Struct(">Q")
 
@@ -29,20 +26,6 @@ def open_live(
         on_message,
         on_state,
         max_message_bytes=MAX_BATCH_BYTES,
-        curve=links.engine_keys,
-    )
-
-
-def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Link:
-    """Return a connection, not yet started, that subscribes to an engine's load reports."""
-    return Link(
-        links,
-        endpoint,
-        zmq.SUB,
-        lambda socket: socket.setsockopt(zmq.SUBSCRIBE, b""),
-        on_message,
-        max_message_bytes=MAX_LOAD_BYTES,
-        max_backlog_bytes=MAX_LOAD_BYTES,
         curve=links.engine_keys,
     )
 

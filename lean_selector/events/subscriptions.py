@@ -6,7 +6,7 @@ Event counts of ended listeners are kept, so that totals never decrease."""
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -14,7 +14,6 @@ import msgspec
 
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.index.shapes import Watermark
-from lean_selector.core.load.slots import Slots
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
@@ -27,7 +26,7 @@ from lean_selector.tasks import supervise
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
 
 if TYPE_CHECKING:
-    from lean_selector.events.load_streams import LoadStreams
+    pass
 
 # Simultaneous replays. When it starts, the selector requests a replay from every idle source. A
 # running replay may hold MAX_BACKLOG_BYTES, and three descriptors while it connects.
@@ -58,7 +57,6 @@ class KvSubscriptions:
         self.on_lost: Callable[[int], None] | None = None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
-        self._loads: LoadStreams | None = None  # None: no load endpoint was ever registered
         self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
@@ -167,21 +165,6 @@ class KvSubscriptions:
         ending.add_done_callback(self._ending.discard)
         return spoken_for
 
-    def follow_load(
-        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
-    ) -> None:
-        if self._loads is None:
-            if not endpoints:
-                return
-            from lean_selector.events.load_streams import LoadStreams
-
-            self._loads = LoadStreams(self._links)
-        self._loads.follow(worker_id, endpoints, slots)
-
-    def load_reports(self) -> Mapping[str, int]:
-        """Return the numbers of applied and malformed load reports; {} without load endpoints."""
-        return {} if self._loads is None else self._loads.counts
-
     def statuses(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[KvSource]:
@@ -275,8 +258,6 @@ class KvSubscriptions:
             self._looking.cancel()
         for key in list(self._listeners):
             self.unsubscribe(*key)
-        if self._loads is not None:
-            self._loads.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 

@@ -54,9 +54,6 @@ def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
             yield "replay_endpoint", endpoint
     for rank, endpoint in sorted(spec.replay_endpoints.items()):
         yield f"replay_endpoints[{rank}]", endpoint
-    if spec.load_endpoint:
-        for endpoint in _of_each_rank(spec.load_endpoint, spec):
-            yield "load_endpoint", endpoint
 
 
 def _of_each_rank(endpoint: str, spec: WorkerSpec) -> Iterable[str]:

@@ -485,8 +485,8 @@ class SelectionService(WorkerHandlers):
 
     def loads(self, query: Query) -> Any:
         model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
-        catalog, now = self.selector.catalog, self._clock()
-        return inspection.loads(catalog, model_name, tenant_id, now, detail=wants_detail(query))
+        catalog = self.selector.catalog
+        return inspection.loads(catalog, model_name, tenant_id, detail=wants_detail(query))
 
     def potential_loads(self, body: Any) -> list[RankLoadRow]:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())

@@ -2,12 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Protocol
 
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
-from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
@@ -52,8 +51,6 @@ class KvSourceStates(Protocol):
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]: ...
 
     def counts(self) -> EventCounts: ...
-
-    def load_reports(self) -> Mapping[str, int]: ...
 
 
 def selection_families(
@@ -193,8 +190,6 @@ def _kv_families(sources: KvSourceStates) -> Families:
             "kv_events_total": (results,
                 "KV events by type and result: applied, or the reason for skipping."),
             "kv_event_blocks_total": (blocks, "Blocks in the applied KV events."),
-            "engine_load_reports_total": (lambda: by("result", sources.load_reports()),
-                "Load reports from engines: applied, or malformed."),
         }),
         table_of(labelled, {
             "kv_source_state": (lambda status: [(f'state="{status.state}"', 1)],
@@ -225,35 +220,18 @@ class WorkerFigures:
         "counts",
         "ejected_ranks",
         "ejected_s",
-        "kv_tokens",
-        "reports",
-        "running",
-        "waiting",
-        "waiting_uncached",
     )
 
     def __init__(self, partition: Partition, worker_id: int, now: float) -> None:
         self.counts = RankCounts()
         self.ejected_ranks = 0
         self.ejected_s = 0.0  # of its longest-ejected rank
-        # Sums over the engines' last reports, and the number of ranks with a report.
-        self.reports = self.running = self.waiting = self.kv_tokens = self.waiting_uncached = 0
         for load in partition.workers[worker_id].loads:
             self.counts.add(load.counts)
-            report = partition.slots.reported_load(load.key, now)
-            if report is not None:
-                self._add(report)
             if load.key in partition.health.out:
                 self.ejected_ranks += 1
                 since = partition.health.ranks[load.key].since
                 self.ejected_s = max(self.ejected_s, now - since)
-
-    def _add(self, report: EngineLoad) -> None:
-        self.reports += 1
-        self.running += report.running_requests
-        self.waiting += report.waiting_requests
-        self.kv_tokens += report.kv_tokens
-        self.waiting_uncached += report.waiting_uncached_tokens or 0
 
 
 def worker_families(
@@ -273,9 +251,6 @@ def worker_families(
         counts = worker.counts
         outcomes = (("ok", counts.ok), ("failed", counts.failed), ("refused", counts.refused))
         return [(f'outcome="{outcome}"', count) for outcome, count in outcomes]
-
-    def reported(worker: WorkerFigures, figure: int) -> int | None:
-        return figure if worker.reports else None
 
     def ejections() -> Iterator[Sample]:
         for partition in partitions():
@@ -325,15 +300,6 @@ def worker_families(
                 "Ejected ranks of a worker."),
             "worker_ejected_seconds": (lambda worker: worker.ejected_s,
                 "Longest time that one of them has been ejected; 0 if there is none."),
-            "worker_engine_running_requests": (lambda worker: reported(worker, worker.running),
-                "Running requests reported by the engine; absent if it reports no load."),
-            "worker_engine_waiting_requests": (lambda worker: reported(worker, worker.waiting),
-                "Waiting requests reported by the engine."),
-            "worker_engine_kv_tokens": (lambda worker: reported(worker, worker.kv_tokens),
-                "KV tokens in use, reported by the engine."),
-            "worker_engine_waiting_uncached_tokens": (
-                lambda worker: reported(worker, worker.waiting_uncached),
-                "Uncached tokens of waiting requests, reported by the engine."),
         }),
     ]  # fmt: skip
 

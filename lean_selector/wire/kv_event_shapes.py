@@ -156,23 +156,3 @@ class PublishedBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ts: float
     events: list[PublishedEvent]
     data_parallel_rank: int
-
-
-# -- load --------------------------------------------------------------------------------------
-
-Count = Annotated[int, Meta(ge=0, le=2**53)]
-
-
-class LoadStat(Struct, array_like=True, tag=True, gc=False):
-    """The load that an SGLang rank publishes. Before SGLang 0.5.23, `dp_rank` is the last field."""
-
-    running_requests: Count
-    waiting_requests: Count
-    kv_tokens: Count
-    kv_token_capacity: Count  # 0: unknown
-    dp_rank: object = None  # number of the engine's socket; not used
-    waiting_uncached_tokens: Count | None = None
-    total_tokens: Count | None = None
-    max_running_requests: Count | None = None
-    prefilled_tokens: Count | None = None
-    prefill_busy_us: Count | None = None

@@ -4,7 +4,7 @@ Unknown fields are ignored. For optional fields, `null` counts as absent. In the
 section 1.3 describes the bodies, and section 1.4 the forms of a prompt."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -213,13 +213,18 @@ RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 Enforcement = Literal["required", "preferred"]
 
 
+# Fields that earlier releases read, and what became of them. They are accepted and ignored.
+DROPPED_FIELDS: Final = {
+    "load_endpoint": "field load_endpoint is ignored: load reports of engines are no longer read",
+}
+
+
 class WorkerFields(msgspec.Struct, kw_only=True):
     """The fields that POST /workers and PATCH /workers/{worker_id} share."""
 
     endpoint: str | None = None
     kv_events_endpoint: str | None = None
     replay_endpoint: str | None = None
-    load_endpoint: str | None = None
     block_size: U32 | None = None
     data_parallel_start_rank: U32 | None = None
     data_parallel_size: U32 | None = None

@@ -52,7 +52,6 @@ class KvEvents(msgspec.Struct):
     endpoint_host: str = "*"
     endpoint_port_base: int | None = None
     replay_endpoint_port_base: int | None = None
-    load_endpoint_port_base: int | None = None
     block_size: int | None = None
     dp_size: int | None = None
     publishers: list[RankPublisher] | None = None
@@ -179,8 +178,6 @@ def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
         into.block_size = told.block_size
     if told.dp_size and told.dp_size > 1:
         into.data_parallel_size = told.dp_size
-    if told.load_endpoint_port_base is not None:  # always on the host of the engine's API
-        into.load_endpoint = reachable(f"tcp://*:{told.load_endpoint_port_base}", host)
     if told.publishers:
         into.kv_events_endpoints = {
             str(each.dp_rank): reachable(each.endpoint, host) for each in told.publishers

@@ -11,7 +11,12 @@ from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.urls import base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
-from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRequest
+from lean_selector.wire.selection_bodies import (
+    DROPPED_FIELDS,
+    RankText,
+    WorkerFields,
+    WorkerRequest,
+)
 
 # -- --discover and --replica-sync-discover --------------------------------------------------------
 
@@ -113,6 +118,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     topology_domains: dict[str, str] | None = None
     events_port: int | None = None
     replay_port: int | None = None
+    load_endpoint: object = None  # of earlier releases
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,12 +130,16 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {port} is no port")
 
     def told(self) -> dict[str, object]:
-        """Returns name -> value of the fields that are set."""
+        """Returns name -> value of the fields that are set and have an effect."""
         return {
             name: value
             for name in self.__struct_fields__
-            if (value := getattr(self, name)) is not None
+            if name not in DROPPED_FIELDS and (value := getattr(self, name)) is not None
         }
+
+    def ignored(self) -> list[str]:
+        """Returns a warning for each field that is set and has no effect any more."""
+        return [text for name, text in DROPPED_FIELDS.items() if getattr(self, name) is not None]
 
 
 class Place(msgspec.Struct, frozen=True, order=True):

@@ -7,7 +7,7 @@ costs which are equal on paper differ in the last bit or do not, and both must a
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import hypothesis.strategies as st
 import msgspec
@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import BusyThreshold, EngineLoad
+from lean_selector.core.load.shapes import Booking, BusyThreshold, Reservation
 from lean_selector.core.load.speeds import LEAST_TOKENS, WINDOW
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice, overlap
@@ -80,13 +80,12 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 def teach(partition: Partition, load: RankLoad, seconds_per_token: float) -> None:
-    """Lets the engine of a rank tell how fast it is."""
-    before, after = (
-        EngineLoad(0, 0, 0, None, None, None, None, tokens, tokens * seconds_per_token)
-        for tokens in (0, LEAST_TOKENS)
-    )
+    """Requests on a rank tell how fast it is."""
+    booking, run = Booking("r", *load.key), cast(Any, None)
     for turn in range(WINDOW):
-        partition.speeds.reported(load, before, after, 10.0 * turn)
+        served = Reservation("r", booking, load, run, 0, 0, 0.0, 0.0, None)
+        served.ahead_tokens = LEAST_TOKENS
+        partition.speeds.completed(served, LEAST_TOKENS * seconds_per_token, 10.0 * turn)
 
 
 class Fleet(msgspec.Struct, frozen=True):

@@ -72,7 +72,7 @@ class SelectorMachine(RuleBasedStateMachine):
         )
         return [
             ((entry.model_name, entry.tenant_id), [*map(figures, entry.loads)])
-            for entry in inspection.loads(self.selector.catalog, None, None, self.now)
+            for entry in inspection.loads(self.selector.catalog, None, None)
             if entry.loads  # the only worker of a partition may be incomplete for a while
         ]
 

@@ -53,7 +53,6 @@ def service() -> Iterator[RunningService]:
         ("kv_events_endpoints", {"0": INSIDE, "1": OUTSIDE}, "kv_events_endpoints[1]"),
         ("replay_endpoint", OUTSIDE, "replay_endpoint"),
         ("replay_endpoints", {"0": OUTSIDE}, "replay_endpoints[0]"),
-        ("load_endpoint", OUTSIDE, "load_endpoint"),
     ],
 )
 def test_no_registration_and_no_change_names_an_endpoint_that_is_not_allowed(

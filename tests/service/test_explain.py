@@ -7,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.load.shapes import EngineLoad
 from tests.support.asked import prompt as any_prompt
 from tests.support.gates import (
-    NOW,
     InProcess,
     answer_of,
-    selection_gate,
-    selection_service,
     selector,
 )
 
@@ -144,27 +140,3 @@ def test_a_parked_request_is_explained_when_it_goes() -> None:
     assert service.end("first") == 200
     why = answer_of(parked)[1]["explain"]
     assert (why["drawn"], why["ranks"][0]["active_requests"]) == ("only_candidate", 0)
-
-
-def test_what_an_engine_reports_of_its_load_is_shown_and_is_no_part_of_the_cost() -> None:
-    plain = selection_service()
-    service = InProcess(selection_gate(service=plain))
-    service.add_worker(1)
-    service.add_worker(2)
-    slots = plain.selector.catalog.partitions["default", "default"].slots
-    report = EngineLoad(3, 2, 1_000, 9_000, 700, 1_700, 48, 12_345, 0.5)
-    slots.report_load((1, 0), report, NOW - 2.0)
-    shown = {
-        **{"running_requests": 3, "waiting_requests": 2, "kv_tokens": 1_000},
-        **{"kv_token_capacity": 9_000, "waiting_uncached_tokens": 700, "total_tokens": 1_700},
-        **{"max_running_requests": 48, "prefilled_tokens": 12_345, "prefill_busy_s": 0.5},
-        "age_s": 2.0,
-    }
-    first, second = explanation(service)["ranks"]
-    assert (first["engine_load"], first["cost"]) == (shown, second["cost"])
-    assert "engine_load" not in second
-    rows = service.get("/loads?detail=true")[1][0]["loads"]
-    assert [row["engine_load"] for row in rows] == [shown, None]
-    assert "engine_load" not in service.get("/loads")[1][0]["loads"][0]
-    slots.report_load((1, 0), report, NOW - 60.0)
-    assert service.get("/loads?detail=true")[1][0]["loads"][0]["engine_load"] is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import Worker, load_endpoints_of
+from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.settings import API_1_6
@@ -49,7 +49,7 @@ def warnings(settings: RouterSettings = DEFAULT, **fields: object) -> list[str]:
     told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000"}
     told |= {"kv_events_endpoint": events, **fields}
     spec = WorkerSpec(**told)  # type: ignore[arg-type]
-    return registration_warnings(Worker(spec, [], {}, load_endpoints_of(spec)), Nobody(), settings)
+    return registration_warnings(Worker(spec, [], {}), Nobody(), settings)
 
 
 @pytest.mark.parametrize(
@@ -294,6 +294,18 @@ def test_of_a_worker_with_other_blocks_the_way_out_is_named() -> None:
         status, lines = headers(gate, *call)
         assert status in (200, 201)
         assert "DELETE" in lines["x-warning"]
+
+
+def test_a_field_that_was_dropped_is_ignored_and_named() -> None:
+    gate = gate_with("m")
+    worker = {"worker_id": 0, "model_name": "m", "endpoint": "http://w", "block_size": 4}
+    dropped = {"load_endpoint": "tcp://w:1"}
+    for call in (("/workers", worker | dropped), ("/workers/0", dropped, "PATCH")):
+        status, lines = headers(gate, *call)
+        assert status in (200, 201)
+        assert "load_endpoint is ignored" in lines["x-warning"]
+    assert "load_endpoint" not in gate.get("/workers")[1][0]
+    assert "x-warning" not in headers(gate, "/select", {"token_ids": [1], **dropped})[1]
 
 
 def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:

@@ -1,7 +1,6 @@
 """Metrics of single workers and models: what they count, and that their labels are bounded."""
 
 from lean_selector.core.errors import NoWorkers
-from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.partition import Partition
 from lean_selector.service.exposition import FamilyGroup
 from lean_selector.service.selector_metrics import model_outcomes, worker_families
@@ -43,20 +42,6 @@ def test_what_a_worker_was_given_and_how_that_went() -> None:
         f'lean_selector_worker_ttft_seconds_total{{{NAMED}"1"}}': 0.25,
     }.items():
         assert found[name] == value, name
-
-
-def test_what_engines_report_of_their_load_is_summed_over_the_ranks() -> None:
-    driven = DrivenSelector()
-    driven.register(1, data_parallel_size=3)
-    driven.register(2)
-    names = ("running_requests", "waiting_requests", "kv_tokens", "waiting_uncached_tokens")
-    for dp_rank, age_s in enumerate((0.0, 5.0, 5.1)):
-        report = EngineLoad(3, 2, 100, None, None, None, None, None, None)
-        driven.partition.slots.report_load((1, dp_rank), report, -age_s)
-    found = scraped(driven)
-    for name, value in zip(names, (6, 4, 200, 0), strict=True):
-        assert found[f'lean_selector_worker_engine_{name}{{{NAMED}"1"}}'] == value
-        assert f'lean_selector_worker_engine_{name}{{{NAMED}"2"}}' not in found
 
 
 def test_the_predicted_overlap_is_that_of_the_requests_whose_engine_told() -> None:

@@ -1,11 +1,10 @@
 """A Selector without sockets, under a clock that only the test moves."""
 
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from lean_selector.core.load.shapes import Reservation
-from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import SourceSink, Worker
@@ -44,7 +43,6 @@ class Sources:
         self.subscribed: dict[tuple[int, int], Source] = {}
         self.changes: list[tuple[str, int, int]] = []
         self.spoken_for: set[int] = set()  # other ranks, by any source
-        self.loads: dict[int, dict[int, str]] = {}  # load endpoints by worker and rank
 
     def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
         assert (worker_id, dp_rank) not in self.subscribed
@@ -55,11 +53,6 @@ class Sources:
         del self.subscribed[worker_id, dp_rank]
         self.changes.append(("unsubscribe", worker_id, dp_rank))
         return self.spoken_for
-
-    def follow_load(
-        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
-    ) -> None:
-        self.loads[worker_id] = dict(endpoints)
 
 
 class DrivenSelector:
@@ -186,7 +179,7 @@ class DrivenSelector:
 
     def pending(self) -> tuple[int, int]:
         """pending_count and pending_isl_tokens of the default partition."""
-        (entry,) = inspection.loads(self.selector.catalog, "default", "default", self.now)
+        (entry,) = inspection.loads(self.selector.catalog, "default", "default")
         return entry.pending_count, entry.pending_isl_tokens
 
     def loads(self) -> dict[tuple[str, str], dict[tuple[int, int], tuple[int, int, int]]]:
@@ -200,5 +193,5 @@ class DrivenSelector:
                 )
                 for row in entry.loads
             }
-            for entry in inspection.loads(self.selector.catalog, None, None, self.now)
+            for entry in inspection.loads(self.selector.catalog, None, None)
         }

@@ -56,7 +56,6 @@ FULL: dict[str, Any] = {
     "kv_events_endpoint": "tcp://w:1",
     "kv_events_endpoints": {"10": "tcp://w:3", "4294967295": "tcp://w:4", "9": "tcp://w:2"},
     "replay_endpoint": "tcp://w:5",
-    "load_endpoint": "tcp://w:6",
     "block_size": 16,
     "data_parallel_start_rank": 4,
     "data_parallel_size": 2,
@@ -73,7 +72,7 @@ FULL: dict[str, Any] = {
 
 
 def test_a_record_shows_every_field_in_the_documented_order() -> None:
-    record = Worker(worker(json.dumps(FULL)).spec(), [], {}, {}).record()
+    record = Worker(worker(json.dumps(FULL)).spec(), [], {}).record()
     shown = json.loads(msgspec.json.encode(record))
     order = [*FULL]
     order.insert(3, "lifecycle")
@@ -85,7 +84,7 @@ def test_a_record_shows_every_field_in_the_documented_order() -> None:
 
 
 def test_a_record_of_nothing_shows_nulls_and_leaves_out_empty_maps() -> None:
-    record = Worker(spec(), ["endpoint is required"], {}, {}).record()
+    record = Worker(spec(), ["endpoint is required"], {}).record()
     shown = json.loads(msgspec.json.encode(record))
     assert [name for name, value in shown.items() if value is not None] == [
         "worker_id",

@@ -153,7 +153,6 @@ def test_sglang_tells_what_it_is_in_one_answer() -> None:
             "topic": "",
             "block_size": 128,
             "dp_size": 2,
-            "load_endpoint_port_base": 5657,
             "load_topic": "load",
             "replay_endpoint_port_base": 5757,
         }
@@ -165,7 +164,6 @@ def test_sglang_tells_what_it_is_in_one_answer() -> None:
         data_parallel_size=2,
         kv_events_endpoints={"0": "tcp://10.0.0.7:5557", "1": "tcp://10.0.0.7:5558"},
         replay_endpoints={"0": "tcp://10.0.0.7:5757", "1": "tcp://10.0.0.7:5758"},
-        load_endpoint="tcp://10.0.0.7:5657",
     )
 
 

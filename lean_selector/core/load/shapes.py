@@ -150,23 +150,6 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
         return range(self.dp_start, self.dp_start + self.dp_size)
 
 
-class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """The load of one rank as its engine reported it, including requests that bypass this service.
-    A field is None if the engine does not report it."""
-
-    running_requests: int
-    waiting_requests: int
-    kv_tokens: int  # tokens in use
-    kv_token_capacity: int | None
-    waiting_uncached_tokens: int | None  # prompt tokens of waiting requests that are not cached
-    total_tokens: int | None  # tokens in use, plus those of waiting requests
-    max_running_requests: int | None
-    # Since the engine started: uncached prompt tokens, and seconds spent on their prefill.
-    prefilled_tokens: int | None
-    prefill_busy_s: float | None
-    age_s: float = 0.0  # seconds since the report was received
-
-
 class LoadRow(msgspec.Struct, frozen=True, gc=False):
     """The load of one rank."""
 

@@ -8,19 +8,13 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import attrgetter, itemgetter
-from typing import Final
-
-import msgspec
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import Booking, EngineLoad, Reservation
+from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
-
-# How many seconds a load report is valid. SGLang repeats an unchanged report each second.
-ENGINE_LOAD_HOLDS_S: Final = 5.0
 
 _touched_at = attrgetter("touched_at")
 _late_s = itemgetter(0)
@@ -47,12 +41,8 @@ class Slots:
         self.bits = RankBits() if bits is None else bits
         # Called with each ended reservation, whatever the cause, and with `heard_at`.
         self.on_ended: Callable[[Reservation], None] | None = None
-        # Called with the previous and the new load report of a rank's engine.
-        self.on_reports: Callable[[RankLoad, EngineLoad, EngineLoad, float], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
         self.ranks_added = 0  # in total
-        # rank -> newest report of the rank's engine, and when it was received.
-        self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
         # Totals of requests admitted here: booked = live + freed + expired + dropped because their
         # rank was removed.
@@ -98,30 +88,8 @@ class Slots:
             self.dropped += reservation.router_id is None
             self._detach(reservation)
         self.bits.release(rank.key)
-        self._engine_loads.pop(rank.key, None)
         rank.active_prefill_tokens = rank.active_decode_blocks = rank.distinct_blocks = 0
         return dropped
-
-    def report_load(self, rank: RankKey, report: EngineLoad, now: float) -> None:
-        """Store a load report of a rank's engine. Reports for unknown ranks are ignored."""
-        if rank in self.ranks:
-            if self.on_reports is not None and (kept := self._engine_loads.get(rank)) is not None:
-                self.on_reports(self.ranks[rank], kept[0], report, now)
-            self._engine_loads[rank] = report, now
-
-    def forget_report(self, rank: RankKey) -> None:
-        self._engine_loads.pop(rank, None)
-
-    def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
-        """Return the newest load report of a rank's engine; None if it is too old or missing."""
-        kept = self._engine_loads.get(rank)
-        if kept is None:
-            return None
-        report, received_at = kept
-        age_s = now - received_at
-        if age_s > ENGINE_LOAD_HOLDS_S:
-            return None
-        return msgspec.structs.replace(report, age_s=age_s)
 
     def book(
         self,

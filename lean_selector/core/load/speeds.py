@@ -4,8 +4,7 @@ A sample is the time from a reservation to the first token, divided by the prefi
 request and of all requests that waited on the rank before it. A rank's speed is the median of its
 last samples, once it has enough samples. A rank's factor is this speed divided by the median speed
 of all ranks. A request that ends late and without a first token is also a sample, so ten such
-requests make a hanging rank count as slow. If no request of this replica completes on a rank for
-some seconds, the engine's reports of prefill time (`EngineLoad`) are samples too.
+requests make a hanging rank count as slow.
 
 Factors are rounded to steps. A rank gets another step only if its median is well outside its
 present step. So ranks of about equal speed form one set, and the chooser visits sets instead of
@@ -18,7 +17,7 @@ from collections import deque
 from typing import Final
 
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import EngineLoad, Reservation
+from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.rank_bits import bits_of
 
 WINDOW: Final = 20  # samples kept per rank; a rank's speed is unknown until it has this many
@@ -31,7 +30,6 @@ _HOLD: Final = 1.5  # in steps: a rank keeps its step while its median is within
 _FLEET_MOVES: Final = 1.1  # if the fleet's median changes by this factor, judge all ranks
 _NOTHING_NEW: Final = 0.03  # if a median changes relatively by less, nothing is done
 TRIED_AFTER_S: Final = 60.0
-_REPORTS_AFTER_S: Final = 5.0
 
 ONE_SPEED: Final = [(1.0, -1)]  # a single set: all ranks
 
@@ -104,20 +102,6 @@ class Speeds:
             seconds = (now - reservation.booked_at) / tokens
             if seconds > known:
                 self._sample(reservation.rank, seconds, now)
-
-    def reported(self, load: RankLoad, old: EngineLoad, new: EngineLoad, now: float) -> None:
-        """Learn the speed of a rank from two consecutive load reports of its engine."""
-        speed = self._by_bit.get(load.bit)
-        if speed is not None and now - speed.last_at < _REPORTS_AFTER_S:
-            return
-        if old.prefilled_tokens is None or new.prefilled_tokens is None:
-            return
-        if old.prefill_busy_s is None or new.prefill_busy_s is None:
-            return
-        tokens = new.prefilled_tokens - old.prefilled_tokens
-        seconds = new.prefill_busy_s - old.prefill_busy_s
-        if tokens >= LEAST_TOKENS and seconds > 0.0:
-            self._sample(load, seconds / tokens, now)
 
     def seconds_per_token(self, load: RankLoad) -> float | None:
         """Return the rank's time per prompt token in seconds; None if unknown."""

@@ -7,7 +7,7 @@ reasons (spec selection.md section 2; decisions D3, D6, D10). The catalog opens 
 `SourceSink` subscribes to the workers' events."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -15,7 +15,6 @@ from msgspec import UNSET
 
 from lean_selector.core.errors import BadRequest, NotFound, NoWorkers
 from lean_selector.core.load.shapes import Reservation
-from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
@@ -29,7 +28,6 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.settings import API_1_3, Dialect
 from lean_selector.core.zmq_endpoints import (
     check_endpoint,
-    rank_endpoints,
     replay_endpoint_for,
 )
 
@@ -56,20 +54,19 @@ def check_limits(spec: WorkerSpec) -> None:
 
 def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
-) -> tuple[list[str], dict[int, Source], dict[int, str]]:
-    """Return the reasons why a worker cannot be scheduled, and two maps: the KV-event source of
-    each rank, and the load endpoint of each rank. If there is a reason, both maps are empty.
-    `partition` is the worker's partition; None if there is none yet."""
+) -> tuple[list[str], dict[int, Source]]:
+    """Return the reasons why a worker cannot be scheduled, and the KV-event source of each rank; no
+    sources if there is a reason. `partition` is the worker's partition; None if there is none."""
     reasons = _missing(spec, settings)
     if reasons:
-        return reasons, {}, {}
+        return reasons, {}
     refusal = _mismatch(spec, partition, settings)
     if refusal is None:
         try:
-            return [], _sources_of(spec, settings), load_endpoints_of(spec)
+            return [], _sources_of(spec, settings)
         except ValueError as error:
             refusal = str(error)
-    return [f"reconciliation failed: {refusal}"], {}, {}
+    return [f"reconciliation failed: {refusal}"], {}
 
 
 def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
@@ -171,29 +168,17 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
         return None
 
 
-def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
-    """Return, by rank, the endpoint where the rank's engine publishes its load. Ranks whose port
-    would exceed 65535 are omitted. Raises ValueError for an invalid endpoint."""
-    if spec.load_endpoint is None:
-        return {}
-    try:
-        found = list(rank_endpoints(spec.load_endpoint, len(spec.ranks)))
-    except ValueError as error:
-        raise ValueError(f"invalid load endpoint for worker {spec.worker_id}: {error}") from None
-    return dict(zip(spec.ranks, found, strict=False))
-
-
 MAX_REMEMBERED = 1024  # models and tenants without workers
 
 # Fields that the API omits when absent, besides the maps by rank.
-_LEFT_OUT = ("load_endpoint", "router_hint_worker_type", "kv_event_source_mode")
+_LEFT_OUT = ("router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
 DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to the KV events and load reports of engines. `unsubscribe` ends a rank's
+    """Subscribes to the KV events of engines. `unsubscribe` ends a rank's
     subscription, and returns this rank and all other ranks that the received events named."""
 
     def subscribe(
@@ -201,12 +186,6 @@ class SourceSink(Protocol):
     ) -> None: ...
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]: ...
-
-    def follow_load(
-        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
-    ) -> None:
-        """Subscribe to `endpoints`, where engines publish the load of each rank. End the worker's
-        other load subscriptions. `slots` stores the reports; it is None if `endpoints` is empty."""
 
 
 class Worker:
@@ -218,13 +197,11 @@ class Worker:
         spec: WorkerSpec,
         reasons: list[str],
         sources: dict[int, Source],
-        load_endpoints: dict[int, str],
         is_draining: bool = False,
     ) -> None:
         self.spec = spec
         self.reasons = reasons
         self.sources = sources
-        self.load_endpoints = load_endpoints
         self.is_draining = is_draining
         self.lifecycle = INCOMPLETE if reasons else DRAINING if is_draining else SCHEDULABLE
 
@@ -388,10 +365,10 @@ class Catalog:
 
     def _install(self, spec: WorkerSpec, is_draining: bool) -> Worker:
         worker_id = spec.worker_id
-        reasons, sources, loads = judged(spec, self.partitions.get(spec.key), self._settings)
+        reasons, sources = judged(spec, self.partitions.get(spec.key), self._settings)
         old = self.workers.get(worker_id)
         left = None if old is None or old.spec.key == spec.key else old.spec.key
-        new = Worker(spec, reasons, sources, loads, is_draining)
+        new = Worker(spec, reasons, sources, is_draining)
         if old is not None and (reasons or old.reasons or left is not None):
             self._withdraw(old)
             old = None
@@ -453,7 +430,6 @@ class Catalog:
         for dp_rank, source in sorted(worker.sources.items()):
             if subscribed.get(dp_rank) != source:
                 self._sources.subscribe(partition, worker_id, dp_rank, source)
-        self._sources.follow_load(worker_id, worker.load_endpoints, partition.slots)
         if dropped:
             self._on_dropped(partition, dropped)
 
@@ -462,8 +438,7 @@ class Catalog:
         worker_id = worker.spec.worker_id
         for dp_rank in worker.sources:
             self._sources.unsubscribe(worker_id, dp_rank)
-        self._sources.follow_load(worker_id, {}, None)
-        worker.sources, worker.load_endpoints = {}, {}
+        worker.sources = {}
         partition = self.partitions.get(worker.spec.key)
         if partition is not None and worker_id in partition.workers:
             dropped = partition.remove_worker(worker_id)

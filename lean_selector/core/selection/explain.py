@@ -118,7 +118,6 @@ def explained(
                     None if chance is None else chance[0],
                     0.0 if chance is None else chance[1],
                     bonus if load.mask & favoured else unfavoured,
-                    partition.slots.reported_load(load.key, now) or UNSET,
                     burden_blocks(terms, max(0, prompt.isl_tokens - cached), block_size)
                     if terms.eviction
                     else UNSET,

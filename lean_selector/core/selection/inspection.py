@@ -27,18 +27,17 @@ def loads(
     catalog: Catalog,
     model_name: str | None,
     tenant_id: str | None,
-    now: float,
     *,
     detail: bool = False,
 ) -> list[PartitionLoads]:
     """Return the active load of every rank, sorted by partition and rank. Names must match exactly;
-    None matches all. `detail` adds the engines' own reports and the learned speeds."""
+    None matches all. `detail` adds the learned speeds."""
     return [
         PartitionLoads(
             partition.model_name,
             partition.tenant_id,
             [
-                _detailed(partition, load, now)
+                _detailed(partition, load)
                 if detail
                 else RankLoadRow(
                     *rank,
@@ -55,7 +54,7 @@ def loads(
     ]
 
 
-def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
+def _detailed(partition: Partition, load: RankLoad) -> RankLoadRow:
     seconds = partition.speeds.seconds_per_token(load)
     error = load.counts.prediction_error
     return RankLoadRow(
@@ -63,7 +62,6 @@ def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
         min(load.active_prefill_tokens, U64_MAX),
         load.active_decode_blocks,
         load.active_requests,
-        partition.slots.reported_load(load.key, now),
         1 / seconds if seconds else UNSET,
         UNSET if error is None else error,
     )

@@ -82,7 +82,6 @@ class Partition:
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
         self.workers: dict[int, SchedulableWorker] = {}
         self.speeds = Speeds()
-        self.slots.on_reports = self.speeds.reported
         self.fullness = Fullness(index, self.order, self.workers)
         # Workers whose record names this partition and was complete at some time.
         self.members: set[int] = set()

@@ -4,7 +4,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.index.shapes import Matched
-from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
 
@@ -29,9 +28,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_endpoints: dict[int, str] = {}
     replay_endpoint: str | None = None
     replay_endpoints: dict[int, str] = {}
-    load_endpoint: str | None = (
-        None  # endpoint of the first rank; each further rank uses the next port
-    )
     block_size: int | None = None
     data_parallel_start_rank: int | None = None
     data_parallel_size: int | None = None
@@ -81,7 +77,6 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_endpoints: dict[str, str] | UnsetType
     replay_endpoint: str | None
     replay_endpoints: dict[str, str] | UnsetType = UNSET
-    load_endpoint: str | UnsetType
     block_size: int | None
     data_parallel_start_rank: int | None
     data_parallel_size: int | None
@@ -178,7 +173,6 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     cost: float | None
     probability: float
     session_bonus_blocks: float | UnsetType = UNSET
-    engine_load: EngineLoad | UnsetType = UNSET
     burden_blocks: float | UnsetType = UNSET
     evicted_blocks: float | UnsetType = UNSET
     slowness: float | UnsetType = UNSET
@@ -283,7 +277,6 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     potential_prefill_tokens: int
     potential_decode_blocks: int
     active_requests: int
-    engine_load: EngineLoad | UnsetType | None = UNSET
     prefill_tokens_per_s: float | UnsetType = UNSET
     ttft_error: float | UnsetType = UNSET
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.load.rank_load import RankCounts
-from lean_selector.core.load.shapes import Booking, EngineLoad
+from lean_selector.core.load.shapes import Booking
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.load.speeds import (
     LEAST_TOKENS,
@@ -173,32 +173,6 @@ def test_the_counts_of_two_ranks_add_up_each_with_its_own() -> None:
     one.add(other)
     assert [getattr(one, name) for name in names] == [101 * at for at in range(1, len(names) + 1)]
     assert len(names) >= 18
-
-
-def engine(prefilled: int | None, busy_s: float | None) -> EngineLoad:
-    return EngineLoad(0, 0, 0, None, None, None, None, prefilled, busy_s)
-
-
-def test_an_engine_that_counts_its_prefill_tells_while_nothing_else_does() -> None:
-    ranks = Ranks(2)
-    slots, speeds = ranks.slots, ranks.speeds
-    slots.on_reports = speeds.reported
-    for second in range(WINDOW + 1):
-        for rank, seconds in enumerate((1e-4, 4e-4)):
-            slots.report_load(
-                (rank, 0), engine(2_000 * second, 2_000 * second * seconds), 6.0 * second
-            )
-    assert ranks.factors() == [1.0, 4.0]
-    for second, (prefilled, busy_s) in enumerate(
-        ((None, None), (1, 1e9), (None, 1.0), (100_000, None), (200_000, 1e9))
-    ):
-        slots.report_load((1, 0), engine(prefilled, busy_s), 1_000.0 + 6 * second)
-    assert ranks.factors() == [1.0, 4.0]
-    ranks.now = 2_000.0
-    ranks.serve(1, 4e-4)  # completes here: what the engine reports right after it is not used
-    for turn in range(WINDOW):
-        slots.report_load((1, 0), engine(10_000 * turn, 1.0 * turn), ranks.now + 0.1 * turn)
-    assert ranks.factors() == [1.0, 4.0]
 
 
 @settings(max_examples=25)

@@ -497,31 +497,3 @@ def test_new_endpoints_for_all_ranks_cost_each_rank_the_same(listening: DrivenSe
         return CountedRank.looks
 
     assert 0 < looks(64) <= 2.5 * looks(32)
-
-
-# -- load streams ---------------------------------------------------------------------------------
-
-
-def test_the_load_endpoint_is_the_first_ranks_and_a_change_of_it_keeps_the_index(
-    listening: DrivenSelector,
-) -> None:
-    fields: dict[str, Any] = {"data_parallel_start_rank": 4, "data_parallel_size": 3}
-    fields["kv_events_endpoints"] = dict.fromkeys((4, 5, 6), ENDPOINT)
-    listening.register(1, **fields, load_endpoint="tcp://w:65534")
-    assert listening.sources.loads == {1: {4: "tcp://w:65534", 5: "tcp://w:65535"}}
-    changes = len(listening.sources.changes)
-    listening.register(1, **fields, load_endpoint="ipc:///w")
-    assert listening.sources.loads == {1: {4: "ipc:///w"}}
-    assert len(listening.sources.changes) == changes
-    assert listening.register(1, **fields, load_endpoint="w:1").reasons == [
-        "reconciliation failed: invalid load endpoint for worker 1: "
-        "invalid ZMQ endpoint `w:1`: missing scheme"
-    ]
-    assert listening.sources.loads == {1: {}}
-
-
-def test_load_is_followed_without_kv_events(deaf: DrivenSelector) -> None:
-    deaf.register(1, load_endpoint="tcp://w:1")
-    assert deaf.sources.loads == {1: {0: "tcp://w:1"}}
-    deaf.remove(1)
-    assert deaf.sources.loads == {1: {}}
