@@ -76,8 +76,8 @@ def _gateway(arguments: Sequence[str]) -> int:
 
     return _served(
         "lean-selector gateway",
-        "An OpenAI-compatible proxy in front of workers: forwards each request to the one that has "
-        "most of its prompt cached and least to do.",
+        "An OpenAI-compatible proxy in front of workers: sends each request to the one that is "
+        "expected to produce the first token earliest, given the workers' caches and load.",
         GatewayConfig,
         ("lean_selector.server.gateway_process", "run_gateway"),
         arguments,
