@@ -17,7 +17,6 @@ from lean_selector.server.service_flags import FinderFlags, ServiceConfig, Track
 from lean_selector.service.header_warnings import mend_of_incomplete, registration_warnings
 from lean_selector.workers.discoveries import Discoveries
 from lean_selector.workers.engine_questions import ask_engine
-from lean_selector.workers.finders import AskService
 from lean_selector.workers.particulars import Target, defaults_of, peer_target_of, target_of
 from lean_selector.workers.peer_roster import PeerRoster
 from lean_selector.workers.roster import Asking, Roster
@@ -85,13 +84,11 @@ def _discoveries_of(
     targets = [*worker_targets, *peer_targets]
     for target in targets:
         if target.kind == "file" and not target.name.lower().endswith(".json"):
-            _extra("yaml", target)
+            _check_yaml(target)
     api, api_client = "", None
     if any(target.kind == "kubernetes" for target in targets):
         api, api_client = _api_client(finder, resolve)
-    services = [target for target in targets if target.kind == "dns" and target.port is None]
-    ask = _ask_service(services[0]) if services else None
-    finding = Discoveries(resolve, finder.interval_s, ask, api, api_client)
+    finding = Discoveries(resolve, finder.interval_s, api, api_client)
     return finding, worker_targets, peer_targets
 
 
@@ -142,21 +139,11 @@ def _api_client(finder: FinderFlags, resolve: Resolve) -> tuple[str, OutboundCli
     return api.removesuffix("/"), OutboundClient(resolve, Credentials(token, trust))
 
 
-def _ask_service(target: Target) -> AskService:
-    _extra("dns.resolver", target)
-    from lean_selector.workers.finders import SrvRecords
-
+def _check_yaml(target: Target) -> None:
+    """Raises StartError if the module `yaml`, which reads the file of `target`, is missing."""
     try:
-        return SrvRecords().ask
-    except Exception as error:  # exceptions of dnspython if no name server is configured
-        raise StartError(f"--discover {target.text}: {error}") from None
-
-
-def _extra(module: str, target: Target) -> None:
-    """Raises StartError if `module`, which discovery at `target` needs, is not installed."""
-    try:
-        importlib.import_module(module)
+        importlib.import_module("yaml")
     except ImportError:
         raise StartError(
-            f'{target.text} needs pip install "lean-selector[discovery]": no module {module}'
+            f'{target.text} needs pip install "lean-selector[discovery]": no module yaml'
         ) from None

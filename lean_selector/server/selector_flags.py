@@ -313,8 +313,8 @@ class EngineKeysFlags:
 class DiscoverFlags:
     """Discovery of workers
 
-    targets: find workers at file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME,
-      kubernetes:NAMESPACE/SERVICE or url:URL; may be repeated
+    targets: find workers at file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or url:URL; may
+      be repeated
     defaults: JSON object with registration fields, events_port and replay_port for found workers;
       a value is used if neither the discovery nor the engine reports that field
     refresh_s: interval at which found engines are checked for changes

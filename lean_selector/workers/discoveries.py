@@ -16,7 +16,6 @@ from lean_selector.wire.discovery_states import (
     DiscoveryState,
 )
 from lean_selector.workers.finders import (
-    AskService,
     DnsFinder,
     FileFinder,
     Resolve,
@@ -39,15 +38,13 @@ class Discoveries(Part):
         self,
         resolve: Resolve,
         interval_s: float,
-        ask_service: AskService | None = None,
         api: str = "",
         api_client: OutboundClient | None = None,
     ) -> None:
-        """`interval_s`: seconds between look-ups. SRV records need `ask_service`. Kubernetes
-        services need `api` (URL of the API server) and `api_client`."""
+        """`interval_s`: seconds between look-ups. Kubernetes services need `api` (URL of the API
+        server) and `api_client`."""
         self._resolve = resolve
         self._interval_s = interval_s
-        self._ask_service = ask_service
         self._api = api
         self._api_client = api_client
         self._finders: list[tuple[Sighting, Run]] = []
@@ -99,15 +96,14 @@ class Discoveries(Part):
             return once
         if target.kind == "file":
             return FileFinder(sighting, target.name, self._interval_s, on_found).run
-        if target.kind == "dns":
+        if target.kind == "dns" and target.port is not None:
             return DnsFinder(
                 sighting,
                 target.name,
-                None if target.port is None else int(target.port),
+                int(target.port),
                 target.is_secure,
                 self._interval_s,
                 self._resolve,
-                self._ask_service,
                 on_places,
             ).run
         assert self._api_client is not None

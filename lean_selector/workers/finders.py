@@ -13,7 +13,6 @@ from typing import Any, Final
 import msgspec
 
 from lean_selector.http.trust import WatchedFile
-from lean_selector.tasks import in_thread
 from lean_selector.workers.particulars import Found, Particulars, Place, endpoint_key
 
 # -- the state of a discovery ----------------------------------------------------------------------
@@ -226,26 +225,23 @@ class FileFinder:
 
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
-# name -> (target, port) of each record; raises OSError
-AskService = Callable[[str], Awaitable[list[tuple[str, int]]]]
 
 MOST_PLACES: Final = 4096
 
 
 @dataclass(eq=False)
 class DnsFinder:
-    """Resolves a name periodically: to addresses if `port` is set, and otherwise to SRV records.
+    """Resolves a name to addresses periodically.
 
     An answer without addresses counts as a failure, like an unknown name, because DNS cannot say
     that there are no workers."""
 
     sighting: Sighting
     name: str
-    port: int | None
+    port: int
     is_secure: bool
     interval_s: float
     resolve: Resolve
-    ask_service: AskService | None
     on_places: OnPlaces
 
     async def run(self) -> None:
@@ -260,65 +256,17 @@ class DnsFinder:
             await asyncio.sleep(self.interval_s)
 
     async def _look(self) -> list[Place]:
-        if self.port is None:
-            assert self.ask_service is not None
-            services = await self.ask_service(self.name)
-            found = {Place(host, port, self.is_secure) for host, port in services}
-        else:
-            addresses = await self.resolve(self.name, self.port)
-            # The IPv4 and IPv6 addresses are those of the same workers; IPv4 is used.
-            families = {family for family, _ in addresses}
-            wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-            found = {
-                Place(str(address[0]), self.port, self.is_secure)
-                for family, address in addresses
-                if family == wanted and isinstance(address, tuple)
-            }
+        addresses = await self.resolve(self.name, self.port)
+        # The IPv4 and IPv6 addresses are those of the same workers; IPv4 is used.
+        families = {family for family, _ in addresses}
+        wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+        found = {
+            Place(str(address[0]), self.port, self.is_secure)
+            for family, address in addresses
+            if family == wanted and isinstance(address, tuple)
+        }
         if not found:
             raise OSError("the answer has no addresses")
         if len(found) > MOST_PLACES:
             raise OSError(f"the answer names {len(found)}, more than {MOST_PLACES}")
         return sorted(found)
-
-
-_LIFETIME_S: Final = 10.0
-
-
-class SrvRecords:
-    """Looks up SRV records at the given name servers, or at those of the system.
-
-    The system's resolver does not support SRV, so dnspython is used. It runs in daemon threads,
-    because its coroutines do not stop when they are cancelled. The service never waits for such a
-    thread to end (D29)."""
-
-    def __init__(self, servers: list[str] | None = None, port: int = 53) -> None:
-        import dns.resolver  # of the extra `discovery`
-
-        self._resolver = dns.resolver.Resolver(configure=servers is None)
-        if servers is not None:
-            self._resolver.nameservers = list(servers)
-            self._resolver.port = port
-
-    async def ask(self, name: str) -> list[tuple[str, int]]:
-        """Returns (target, port) of each record. Raises OSError.
-
-        Priorities and weights of the records are ignored."""
-        try:
-            return await in_thread("srv look-up", lambda: self._ask(name))
-        except OSError:
-            raise
-        except Exception as error:  # for any error, the look-up is repeated
-            raise OSError(f"SRV of {name}: {type(error).__name__}: {error}") from None
-
-    def _ask(self, name: str) -> list[tuple[str, int]]:
-        import dns.exception
-
-        try:
-            answer = self._resolver.resolve(name, "SRV", lifetime=_LIFETIME_S)
-        except dns.exception.DNSException as error:
-            raise OSError(f"SRV of {name}: {error}") from None
-        return [
-            (record.target.to_text(omit_final_dot=True).lower(), record.port)
-            for record in answer
-            if record.target.to_text() != "."  # RFC 2782: the service does not exist
-        ]

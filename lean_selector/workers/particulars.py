@@ -32,11 +32,8 @@ class Target(msgspec.Struct, frozen=True):
     is_secure: bool = False
 
 
-_FORMS: Final = (
-    "file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME, kubernetes:NAMESPACE/SERVICE or url:URL"
-)
+_FORMS: Final = "file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or url:URL"
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\.?")
-_SERVICE_HOST: Final = re.compile(r"_[A-Za-z0-9-]+\._(tcp|udp)(\.[A-Za-z0-9_-]+)+\.?")
 # Names of namespaces, services and ports.
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
@@ -74,9 +71,9 @@ def _dns(text: str, rest: str) -> Target:
     name = rest.removeprefix("https://")
     is_secure = name != rest
     if name.startswith("_"):
-        if _SERVICE_HOST.fullmatch(name) is None:
-            raise ValueError(f"`{text}`: expected dns:_SERVICE._tcp.NAME, without a port")
-        return Target(text, "dns", name, is_secure=is_secure)
+        raise ValueError(
+            f"`{text}`: SRV records are no longer read: give dns:NAME:PORT, once for each port"
+        )
     host, _, port = name.rpartition(":")
     if _HOST.fullmatch(host) is None or not _is_port(port):
         raise ValueError(f"`{text}`: expected dns:NAME:PORT")

@@ -90,8 +90,8 @@ def test_it_holds_the_form_that_was_asked_for(image: Path) -> None:
     assert f"({expected})" in ran(image, "--version")
 
 
-def test_it_reads_yaml_and_srv_records(image: Path) -> None:
-    script = "import yaml, dns.resolver, lean_selector; print(lean_selector.__file__)"
+def test_it_reads_yaml(image: Path) -> None:
+    script = "import yaml, lean_selector; print(lean_selector.__file__)"
     python = image / "root" / "opt" / "lean-selector" / "bin" / "python"
     done = subprocess.run(
         [python, "-c", script], cwd="/", capture_output=True, text=True, timeout=60

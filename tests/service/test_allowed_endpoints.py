@@ -223,7 +223,7 @@ def test_a_name_is_connected_to_only_at_addresses_that_are_allowed() -> None:
 def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_allowed(
     tmp_path: Path,
 ) -> None:
-    """An SRV record or a slice may name it. Whom a flag names is the operator's word."""
+    """A slice may name it. Whom a flag names is the operator's word."""
     authority = Authority()
     (tmp_path / "ca.crt").write_bytes(authority.pem)
     (tmp_path / "token").write_text("secret")

@@ -1,4 +1,4 @@
-"""What looks for workers and peers: names in DNS, SRV records, files that others write."""
+"""What looks for workers and peers: names in DNS, files that others write."""
 
 import asyncio
 import itertools
@@ -7,46 +7,36 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
-
-import dns.flags
-import dns.message
-import dns.rcode
-import dns.rrset
 
 from lean_selector.tasks import supervise
 from lean_selector.workers.discoveries import Discoveries
 from lean_selector.workers.finders import (
-    AskService,
     DnsFinder,
     FileFinder,
     Sighting,
     SocketAddress,
-    SrvRecords,
 )
 from lean_selector.workers.particulars import Found, Place, peer_target_of
 from lean_selector.workers.peer_roster import PeerRoster
 from tests.support.on_loop import on_loop, until
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
-NAME = "_http._tcp.vllm.svc"
 
 
 class Looking:
     """A finder that runs, what it is answered, and what it found last."""
 
-    def __init__(self, port: int | None, ask: AskService | None = None) -> None:
+    def __init__(self) -> None:
         self.sighting = Sighting("dns")
         self.addresses: list[SocketAddress] | OSError = []
         self.urls: list[str] = []
         self.finder = DnsFinder(
             self.sighting,
-            "vllm" if port else NAME,
-            port,
+            "vllm",
+            8000,
             False,
             0.001,
             self._resolve,
-            ask,
             self._found,
         )
 
@@ -68,8 +58,8 @@ class Looking:
 
 
 @asynccontextmanager
-async def looking(port: int | None = 8000, ask: AskService | None = None) -> AsyncIterator[Looking]:
-    it = Looking(port, ask)
+async def looking() -> AsyncIterator[Looking]:
+    it = Looking()
     running = supervise("finder", it.finder.run)
     try:
         yield it
@@ -103,73 +93,6 @@ async def test_a_name_that_fails_changes_nothing() -> None:
         assert it.sighting.state == "failing"
         it.addresses = [(V4, ("10.0.0.1", 8000))]
         await until(lambda: it.sighting.state == "watching")
-
-
-class NameServer(asyncio.DatagramProtocol):
-    """DNS over UDP for SRV records. `services`: targets and ports by name; a name that is not there
-    is NXDOMAIN."""
-
-    def __init__(self) -> None:
-        self.services: dict[str, list[tuple[str, int]]] = {}
-        self.port = 0
-        self._transport: Any = None
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self.port = transport.get_extra_info("sockname")[1]
-
-    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
-        query = dns.message.from_wire(data)
-        answer = dns.message.make_response(query)
-        answer.flags |= dns.flags.RA
-        name = query.question[0].name
-        services = self.services.get(name.to_text(omit_final_dot=True))
-        if services is None:
-            answer.set_rcode(dns.rcode.NXDOMAIN)
-        elif services:
-            rows = [f"10 5 {port} {target}." for target, port in services]
-            answer.answer.append(dns.rrset.from_text(name, 1, "IN", "SRV", *rows))
-        self._transport.sendto(answer.to_wire(), addr)
-
-
-@asynccontextmanager
-async def name_server() -> AsyncIterator[NameServer]:
-    loop = asyncio.get_running_loop()
-    transport, server = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", 0))
-    try:
-        yield server
-    finally:
-        transport.close()
-
-
-@on_loop
-async def test_srv_records_name_hosts_with_their_ports() -> None:
-    async with name_server() as server:
-        server.services[NAME] = [("vllm-1.vllm.svc", 8001), ("vllm-0.vllm.svc", 8000)]
-        records = SrvRecords(["127.0.0.1"], server.port)
-        async with looking(None, records.ask) as it:
-            await it.finds("http://vllm-0.vllm.svc:8000", "http://vllm-1.vllm.svc:8001")
-            server.services[NAME] = [("vllm-2.vllm.svc", 8000)]
-            await it.finds("http://vllm-2.vllm.svc:8000")
-            del server.services[NAME]
-            await it.fails("does not exist")
-            server.services[NAME] = []
-            await it.fails("SRV of _http._tcp.vllm.svc")
-            assert it.urls == ["http://vllm-2.vllm.svc:8000"]
-
-
-@on_loop
-async def test_a_question_that_is_cancelled_ends_also_as_its_answer_comes() -> None:
-    async with name_server() as server:
-        server.services[NAME] = [("vllm-0.vllm.svc", 8000)]
-        records = SrvRecords(["127.0.0.1"], server.port)
-        for turns in range(20):
-            asking = asyncio.ensure_future(records.ask(NAME))
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            if asking.cancel():
-                await asyncio.wait({asking})
-                assert asking.cancelled()
 
 
 # -- files ----------------------------------------------------------------------------------------
