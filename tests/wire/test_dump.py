@@ -173,6 +173,20 @@ def test_watermarks_that_cannot_be_read_are_left_out(
     assert of.watermarks == {rank: Watermark(seq, seq) for rank, seq in read.items()}
 
 
+@pytest.mark.parametrize("learned", [None, [], {"1:0": {"until": "5"}}, {"1:0": {"reports": []}}])
+def test_a_rank_whose_facts_cannot_be_read_has_no_watermark(learned: object) -> None:
+    entry = {"block_size": 4, "events": [], "watermarks": {"1:0": 5}, "learned": learned}
+    (of,), problems = split_dump(json.dumps({"m:t": entry}).encode())
+    assert (problems, of.watermarks, of.learned) == ([], {}, {})
+
+
+@pytest.mark.parametrize("learned", [{"again": [[-1]]}, {"again": [[2**64]]}, {"salts": [1]}, 7])
+def test_an_event_whose_facts_cannot_be_read_is_left_out(learned: object) -> None:
+    told = {"worker_id": 1, "event": {"data": stored(BLOCK)}, "learned": learned}
+    with pytest.raises(BadEvent):
+        decode_event(Raw(json.dumps(told).encode()))
+
+
 def event(data: object, **more: object) -> Raw:
     inner = {"event_id": 0, "data": data, **more}
     tier = inner.pop("storage_tier", "device")

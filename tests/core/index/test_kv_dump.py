@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.index import kv_dump
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier
+from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier, Watermark
 from tests.support.driven_selector import pack
 
 RANKS = [(1, 0), (1, 1), (2, 0)]
@@ -144,6 +144,27 @@ def test_parents_come_before_children_that_were_stored_first(
     tell(index, ("store", RANKS[0], Tier.DEVICE, (0, 0)[:again], 0))
     last = [run.block_hashes[-1] for runs in index.dump() for run in runs]
     assert last == [name_of(path) for path in told]
+
+
+def test_a_rank_goes_on_only_if_the_dump_shows_all_that_it_holds() -> None:
+    """Not with one hash for two blocks, or with blocks behind a missing one."""
+    index, mark = KvIndex(16), Watermark(5, 5)
+
+    def goes_on() -> bool:
+        marks = {RANKS[0]: mark}
+        assert list(index.dump(watermarks=marks, watermark=lambda key: mark))
+        return bool(marks)
+
+    index.store(*RANKS[0], Tier.DEVICE, None, [1, 2, 3], pack([1, 2, 3]))
+    assert goes_on()
+    index.store(*RANKS[0], Tier.DEVICE, None, [3], pack([4]))
+    assert not goes_on()
+    index.remove(*RANKS[0], Tier.DEVICE, [3])
+    assert goes_on()
+    index.remove(*RANKS[0], Tier.DEVICE, [2])
+    assert not goes_on()
+    index.remove(*RANKS[0], Tier.DEVICE, [3])
+    assert goes_on()
 
 
 def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

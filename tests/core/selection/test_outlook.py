@@ -67,6 +67,14 @@ def test_nobody_is_named_where_nobody_holds_more(held: dict[int, int]) -> None:
     assert hint(held) is None
 
 
+def test_nobody_is_named_for_blocks_that_another_source_reported() -> None:
+    driven = holding({1: 0, 2: 0})
+    names, local = [1, 2], pack(PROMPT[:2])
+    driven.partition.index.of_strays(1).store(2, 0, Tier.DEVICE, None, names, local)
+    request = driven.request(PROMPT, 16, pin=(1, 0), adds=OUTLOOK | HINT)
+    assert hint_of(driven.submit("r", request)) is None
+
+
 @pytest.mark.parametrize("held", [{1: 0, 2: 0}, {1: 0, 2: 2}])
 def test_beside_a_predicted_index_there_are_no_hints(held: dict[int, int]) -> None:
     driven = holding(held, use_kv_events=True, predicted_ttl_s=60.0)

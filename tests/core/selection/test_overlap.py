@@ -25,5 +25,8 @@ def test_blocks_that_the_source_of_another_rank_reports_count_too() -> None:
         (0, Tier.DEVICE),
         (7, Tier.HOST_PINNED),
     ]
+    strays.store(2, 7, Tier.DEVICE, None, [1], pack([1]))
     index.drop_worker(1)
+    assert index.ranks() == [(2, 7)]
+    index.abandon()
     assert index.is_empty
