@@ -3,6 +3,7 @@
 The model keeps, per rank, the held paths with their names, and the lower tiers as dicts of edges.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from struct import unpack
@@ -32,7 +33,9 @@ class RankModel:
         self.name_of: dict[Path, int] = {}  # held path -> first name
         self.paths: dict[int, list[Path]] = {}  # name -> held paths, newest last
         self.alias: dict[int, Path] = {}  # further names, oldest first
+        self.copies: dict[int, int] = {}  # names that must be removed more often, oldest first
         self.lower: list[dict[tuple[int | None, int], int]] = [{}, {}, {}]
+        self.lower_copies: list[Counter[int]] = [Counter(), Counter(), Counter()]
 
     def find(self, name: int) -> Path | None:
         if name in self.alias:
@@ -40,7 +43,9 @@ class RankModel:
         paths = self.paths.get(name)
         return paths[-1] if paths else None
 
-    def store(self, parent: int | None, names: list[int], local: Path) -> StoreResult:
+    def store(
+        self, parent: int | None, names: list[int], local: Path, counted: bool = False
+    ) -> StoreResult:
         path: Path | None = ()
         if parent is not None:
             path = self.find(parent)
@@ -56,16 +61,24 @@ class RankModel:
             elif self.name_of[path] != name and self.alias.get(name) != path:
                 self.drop_alias(name)
                 self.alias[name] = path
+            elif counted:
+                self.copies[name] = self.copies.get(name, 0) + 1
         return StoreResult.STORED
 
     def drop_alias(self, name: int) -> None:
-        self.alias.pop(name, None)
+        if self.alias.pop(name, None) is not None:
+            self.copies.pop(name, None)
 
     def others(self, path: Path) -> list[int]:
         return [name for name, at in self.alias.items() if at == path]
 
     def remove(self, name: int) -> int:
         path = self.find(name)
+        if name in self.copies:
+            self.copies[name] -= 1
+            if not self.copies[name]:
+                del self.copies[name]
+            return 0
         if path is None:
             return 0
         if name in self.alias:
@@ -79,11 +92,15 @@ class RankModel:
             return 0
         return 1
 
-    def store_lower(self, tier: int, parent: int | None, names: list[int], local: Path) -> None:
+    def store_lower(
+        self, tier: int, parent: int | None, names: list[int], local: Path, counted: bool = False
+    ) -> None:
         edges = self.lower[tier]
         for name, block in zip(names, local, strict=False):
             edge = (parent, block)
-            if edges.get(edge, name) != name:
+            if edges.get(edge) == name:
+                self.lower_copies[tier][name] += counted
+            elif edges.get(edge, name) != name:
                 return
             if edge not in edges and name in edges.values():
                 return
@@ -91,6 +108,9 @@ class RankModel:
             parent = name
 
     def remove_lower(self, tier: int, name: int) -> int:
+        if self.lower_copies[tier][name]:
+            self.lower_copies[tier][name] -= 1
+            return 0
         for edge, child in self.lower[tier].items():
             if child == name:
                 del self.lower[tier][edge]
@@ -117,19 +137,24 @@ class RankModel:
         """A bound took the others; which ones it takes first is not the model's concern."""
         for path in [path for path in self.name_of if path not in held]:
             for name in self.others(path):
-                del self.alias[name]
-            self.paths[self.name_of.pop(path)].remove(path)
+                self.drop_alias(name)
+            name = self.name_of.pop(path)
+            self.paths[name].remove(path)
+            self.copies.pop(name, None)
 
     def bound_names(self, bound: int) -> None:
         """An engine has no room for more blocks, whatever they are called."""
-        surplus = max(0, len(self.name_of) + len(self.alias) - bound)
-        for name in list(self.alias)[:surplus]:
-            del self.alias[name]
+        surplus = len(self.name_of) + len(self.alias) + sum(self.copies.values()) - bound
+        for name in list(self.copies):
+            if surplus > 0:
+                surplus -= self.copies.pop(name)
+        for name in list(self.alias)[: max(0, surplus)]:
+            self.drop_alias(name)
 
     def bound_lower(self, tier: int, bound: int) -> None:
         edges = self.lower[tier]
         for edge in list(edges)[: max(0, len(edges) - bound)]:
-            del edges[edge]
+            self.lower_copies[tier].pop(edges.pop(edge), None)
 
     def has_clash(self) -> bool:
         return any(len(paths) > 1 for paths in self.paths.values()) or bool(self.alias)
@@ -146,12 +171,13 @@ PROMPT = st.integers(0, 255).map(lambda bits: tuple(1 + (bits >> at & 1) for at 
 START = st.sampled_from([0, 0, 0, 1, 2, 4, 6])
 END = st.sampled_from([1, 2, 3, 5, 7, 8, 8])
 SEED = st.sampled_from([0, 0, 0, 0, 1])
-CHAIN = st.tuples(st.just("chain"), RANK, TIER, PROMPT, START, END, SEED)
+COUNTED = st.booleans()
+CHAIN = st.tuples(st.just("chain"), RANK, TIER, PROMPT, START, END, SEED, COUNTED)
 EVICT = st.tuples(st.just("evict"), RANK, TIER, PROMPT, START, END, SEED)
 OPERATION = st.one_of(
     *[CHAIN] * 3,
     *[EVICT] * 2,
-    st.tuples(st.just("store"), RANK, TIER, st.none() | NAME, NAMES, LOCAL),
+    st.tuples(st.just("store"), RANK, TIER, st.none() | NAME, NAMES, LOCAL, COUNTED),
     st.tuples(st.just("remove"), RANK, TIER, st.lists(NAME, max_size=3)),
     *[st.tuples(st.just("clear"), RANK)] * 2,
     st.tuples(st.just("drop"), st.sampled_from([1, 2])),
@@ -291,7 +317,7 @@ FEW = st.sampled_from([(1,) * 8, (1,) * 4 + (2,) * 4, (2,) * 8])
 SHARER = st.sampled_from(RANKS[:3])
 ON_DEVICE, NONE = st.just(Tier.DEVICE), st.just(0)
 OFTEN_WHOLE, FROM, TO = (st.sampled_from(each) for each in ([4, 8, 8], [1, 2, 4, 6], [7, 8, 8]))
-STORED = st.tuples(st.just("chain"), SHARER, ON_DEVICE, FEW, NONE, OFTEN_WHOLE, SEED)
+STORED = st.tuples(st.just("chain"), SHARER, ON_DEVICE, FEW, NONE, OFTEN_WHOLE, SEED, COUNTED)
 LET_GO = st.tuples(st.just("evict"), SHARER, ON_DEVICE, FEW, FROM, TO, NONE)
 RETURN = st.tuples(st.just("return"), SHARER, FEW, END)
 SWEEP = st.tuples(st.just("sweep"), st.just(1))
@@ -326,18 +352,25 @@ def run_against_model(
     prompts: set[Path] = {()}
     for number, (kind, *arguments) in enumerate(apart(operations), 1):
         if kind in ("chain", "evict"):
-            key, tier, path, start, end, seed = arguments
+            key, tier, path, start, end, seed, *counted = arguments
             prompts.update({path, (*path[:end], 1), (*path[:end], 2)})
             names = [chained_name(path[: at + 1], seed) for at in range(start, max(start, end))]
             arguments = [key, tier, names]
             if kind == "chain":
-                arguments = [key, tier, chained_name(path[:start], seed), names, path[start:end]]
+                arguments = [
+                    key,
+                    tier,
+                    chained_name(path[:start], seed),
+                    names,
+                    path[start:end],
+                    *counted,
+                ]
             kind = "store" if kind == "chain" else "remove"
         if kind == "store":
-            key, tier, parent, names, local = arguments
+            key, tier, parent, names, local, counted = arguments
             blocks = min(len(names), len(local))
             prompts.add(local)
-            got = index.store(key[0], key[1], tier, parent, names, pack(local))
+            got = index.store(key[0], key[1], tier, parent, names, pack(local), counted)
             if not blocks:
                 assert got is StoreResult.EMPTY
             elif parent in names or len(set(names)) < len(names):
@@ -346,13 +379,13 @@ def run_against_model(
                 before = models[key].find(parent) if parent is not None else ()
                 if before is not None:
                     prompts.add((*before, *local))
-                assert got is models[key].store(parent, names, local)
+                assert got is models[key].store(parent, names, local, counted)
                 bound = bounds.get(key[0])
                 if got is StoreResult.STORED and bound is not None:
                     models[key].bound_names(bound)
             else:
                 assert got is StoreResult.STORED
-                models[key].store_lower(tier - 1, parent, names, local)
+                models[key].store_lower(tier - 1, parent, names, local, counted)
             keep_bound(index, key, models[key], bounds.get(key[0]))
         elif kind == "remove":
             key, tier, names = arguments
@@ -396,7 +429,8 @@ def run_against_model(
             assert index.remove(worker_id, dp_rank, Tier.DEVICE, [name]) == model.remove(name)
             forget_what_lay_behind_holes(index, models)
         for tier, edges in enumerate(model.lower, 1):
-            index.remove(worker_id, dp_rank, Tier(tier), list(edges.values()))
+            copies = model.lower_copies[tier - 1].elements()
+            index.remove(worker_id, dp_rank, Tier(tier), [*edges.values(), *copies])
     while index.sweep(100):
         pass
     assert is_pristine(index)
@@ -408,7 +442,7 @@ def apart(operations: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         if operation[0] == "return":
             _, key, prompt, end = operation
             yield "clear", key
-            yield "chain", key, Tier.DEVICE, prompt, 0, end, 0
+            yield "chain", key, Tier.DEVICE, prompt, 0, end, 0, False
         else:
             yield operation
 
