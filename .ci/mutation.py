@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Changes the sources of an area, one small change at a time, and sees whether its tests notice.
 
-    .ci/mutation.py AREA...         cost, cells, cursor, ledger, load; of the index: holes, lower,
-                                    names, table, routed, runs, device,
-                                    index
+    .ci/mutation.py AREA...         cost, cells, cursor, ledger, load; of the index: groups, holes,
+                                    lower, names, table, routed, runs,
+                                    device, index
     .ci/mutation.py AREA '*3'       a tenth of the changes: those whose number ends with 3
     .ci/mutation.py AREA --show     the changes that no test noticed, from the last run
 
@@ -52,8 +52,15 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
     "cursor": (
-        [f"{CORE}/index/kv_cursor.py"],
-        ["tests/core/index/test_kv_cursor.py", "tests/properties/test_cursor_model.py"],
+        [f"{CORE}/index/kv_cursor.py", f"{CORE}/index/out_of_turn.py"],
+        [
+            *(f"tests/core/index/test_{name}.py" for name in ("kv_cursor", "out_of_turn")),
+            "tests/properties/test_cursor_model.py",
+        ],
+    ),
+    "groups": (
+        [f"{CORE}/index/kv_groups.py"],
+        ["tests/core/index/test_vllm_events.py", "tests/properties/test_vllm_model.py"],
     ),
     "ledger": (
         [f"{CORE}/replication/ledger.py"],

@@ -1,6 +1,24 @@
-"""Choose a rank for a prompt without visiting each rank (spec selection.md 3.3). A cell is a
-group of ranks on which the prompt costs the same if their loads are equal. The cheapest rank is
-chosen. With a temperature, the choice is random, and cheaper ranks are more likely."""
+"""Choose a rank for a prompt without visiting each rank (spec selection.md 3.3).
+
+A fleet may have 4 000 ranks, and the selector has some 100 us for a request. The cost of the prompt
+differs from rank to rank, because each holds other blocks and has another load, and the loads
+change with every request. To compute all costs takes milliseconds. It is of no use to
+keep them sorted, since another prompt sorts them otherwise.
+
+But most ranks are alike for a prompt: they hold nothing of it. So the ranks are divided into cells.
+The ranks of a cell differ only in load; whatever else the cost depends on is equal. Within a cell,
+the cheapest rank is the one with the least load, and the order of loads is the same for all prompts
+(`load_order.py` keeps it). So each cell is walked in this order, until no further load can be
+cheaper than the best rank so far: mostly one or two steps. With a temperature, the choice is
+random, and cheaper ranks are more likely; then a rank is drawn without all costs, too.
+
+What goes wrong is rounding, and terms that are not plain sums. A cost is computed in floats, so a
+higher load may have the same cost, or a lower one: the walk goes on as long as the rounding error
+allows. Where the order of loads does not tell the exact cost (a decay of the credit, a limit of
+it), it gives bounds, and the walk stops at these. Ties are broken uniformly at random, or one rank
+would get all new prompts. A term that differs by rank (taints, speeds, full caches) divides the
+cells; so no option makes a choice visit each rank, unless it makes each rank differ. A property
+test compares every choice with that of a chooser that visits all ranks."""
 
 import math
 import random
