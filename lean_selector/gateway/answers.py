@@ -32,7 +32,22 @@ MOST_TOKENS: Final = 1 << 21  # of a prompt or an output; longer than any engine
 
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _NONE: Final = Raw(b"null")
+_COUNTS: Final = {
+    "prompt_tokens": "prompt",
+    "input_tokens": "input",
+    "completion_tokens": "output",
+    "output_tokens": "output",
+    "total_tokens": "total",
+    "cached_tokens": "cached",
+    "cache_read_input_tokens": "read",
+    "cache_creation_input_tokens": "written",
+}
+_DETAILS: Final = ("prompt_tokens_details", "input_tokens_details")  # have `cached_tokens`
 _MOST_DIGITS: Final = 15
+
+
+def _is_object(value: Raw) -> bool:
+    return bytes(memoryview(value)[:1]) == b"{"
 
 
 class Usage:
@@ -53,24 +68,16 @@ class Usage:
         """Adds a `usage` object, as JSON text. Ignores fields that are not counts."""
         try:
             fields = _read_fields(text)
-            self._add("prompt", fields.get("prompt_tokens", _NONE))
-            self._add("input", fields.get("input_tokens", _NONE))
-            self._add("output", fields.get("output_tokens", _NONE))
-            self._add("output", fields.get("completion_tokens", _NONE))
-            self._add("total", fields.get("total_tokens", _NONE))
-            self._add("read", fields.get("cache_read_input_tokens", _NONE))
-            self._add("written", fields.get("cache_creation_input_tokens", _NONE))
-            for name in ("prompt_tokens_details", "input_tokens_details"):
-                details = bytes(fields.get(name, _NONE))
-                if details.startswith(b"{"):
-                    self._add("cached", _read_fields(details).get("cached_tokens", _NONE))
+            for name in _DETAILS:
+                if name in fields and _is_object(fields[name]):
+                    details = _read_fields(fields[name])
+                    fields["cached_tokens"] = details.get("cached_tokens", _NONE)
         except (msgspec.DecodeError, RecursionError):
             return
-
-    def _add(self, name: str, value: Raw) -> None:
-        text = bytes(value)
-        if text.isdigit() and len(text) <= _MOST_DIGITS and int(text) <= self._most_tokens:
-            self._counts[name] = int(text)
+        for name, count in _COUNTS.items():
+            value = bytes(fields.get(name, b""))
+            if value.isdigit() and len(value) <= _MOST_DIGITS and int(value) <= self._most_tokens:
+                self._counts[count] = int(value)
 
     @property
     def prompt_tokens(self) -> int | None:
@@ -186,8 +193,8 @@ class _WholeAnswer:
 
 # -- server-sent events ----------------------------------------------------------------------------
 
-# A line ends with CRLF, LF or CR. The groups are atomic, so that no CRLF is two line ends.
-_BLANK_LINE: Final = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+# A line ends with CRLF, LF or CR. Each alternative begins with one byte, which is found faster.
+_BLANK_LINE: Final = re.compile(rb"\n(?:\n|\r\n?)|\r(?:\n(?:\n|\r\n?)|\r\n?)")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _BOM: Final = b"\xef\xbb\xbf"
 _MOST_EVENT_BYTES: Final = 4 << 20  # of a longer event, nothing is read
@@ -201,7 +208,6 @@ _TYPES: Final = re.compile(rb"(?:message_|content_block_|response\.|(?:error|pin
 _LAST_TYPES: Final = frozenset({
     *(b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"),
 })  # fmt: skip
-_EMPTY_LIST: Final = re.compile(rb"\[[ \t\r\n]*+\]")
 _FAILED_CODE: Final = re.compile(rb'"?50[02]"?|"server_error"')
 _read_event: Final = msgspec.json.Decoder(AnswerEvent).decode
 _read_error: Final = msgspec.json.Decoder(AnswerError).decode
@@ -238,14 +244,12 @@ class _Events:
 
     def feed(self, text: bytes) -> bytes:
         pending = self._pending
-        if (
-            not pending
-            and self.has_token
-            and text.endswith(b"\n\n")
-            and not self._after_cr
-            and not self._matters(text)
-        ):
-            return text
+        is_one = False
+        if not pending and text.endswith(b"\n\n") and not self._after_cr:
+            if self.has_token and not self._matters(text):
+                return text
+            # One event with one line, as most are
+            is_one = text.startswith(b"data: ") and text.find(b"\n") == len(text) - 2
         kept = []
         if self._after_cr and text:
             self._after_cr = False
@@ -254,9 +258,10 @@ class _Events:
                 if not self._dropped:
                     kept.append(b"\n")
         data, sent, at = pending + text, self._sent, 0
-        for found in _BLANK_LINE.finditer(data, max(0, len(pending) - 3)):
-            end = found.end()
-            self._dropped = not self._is_long and self._read(data[at:end])
+        start = max(0, len(pending) - 3)
+        ends = [len(text)] if is_one else [e.end() for e in _BLANK_LINE.finditer(data, start)]
+        for end in ends:
+            self._dropped = not self._is_long and self._read(data[at:end], is_one)
             self._is_long = False
             if not self._dropped:
                 kept.append(data[max(at, sent) : end])
@@ -294,11 +299,12 @@ class _Events:
         at = text.find(b'"usage"')
         return at >= 0 and _USAGE_OBJECT.search(text, at) is not None
 
-    def _read(self, event: bytes) -> bool:
-        """Reads an event. Returns whether it must not be passed on."""
-        if self.has_token and not self._matters(event):
+    def _read(self, event: bytes, is_one: bool = False) -> bool:
+        """Reads an event. Returns whether it must not be passed on. `is_one`: it is `data: ` and a
+        text of one line, and it may matter."""
+        if self.has_token and not is_one and not self._matters(event):
             return False
-        name, data = _name_and_data(event)
+        name, data = (b"", event[6:-2]) if is_one else _name_and_data(event)
         if data is None:
             return False
         is_first, self._has_begun = not self._has_begun, True
@@ -311,24 +317,26 @@ class _Events:
             self.has_token = True
             return False
         kind = bytes(told.type).strip(b'"') or name
-        usages, is_empty = [told.usage], False
-        if _TYPES.match(kind) is not None:
+        holders: tuple[Raw, ...] = ()
+        is_empty = False
+        if kind and _TYPES.match(kind) is not None:
             self._is_typed = True
             self.has_token |= kind.startswith(b"content_block_") or kind.endswith(b".delta")
             self.is_done |= kind in _LAST_TYPES
-            for holder in (told.message, told.response):
-                usages += [_read_holder(holder).usage] if _is_object(holder) else []
+            holders = (told.message, told.response)
         else:
-            is_empty = _EMPTY_LIST.fullmatch(told.choices) is not None
+            choices = bytes(told.choices)
+            is_empty = choices.startswith(b"[") and not choices.strip(b"[] \t\r\n")
             self.has_token |= not is_empty and bytes(told.error) in (b"", b"null")
-        has_usage = False
-        for usage in usages:
-            if _is_object(usage):
-                self._usage.add(bytes(usage))
-                has_usage = True
-        if is_first and _is_failure(told, kind):
+        if is_first and data.find(b"error") >= 0 and _is_failure(told, kind):
             self.error = event
-        return self._drops_usage and is_empty and has_usage
+        if data.find(b'"usage"') < 0:
+            return False
+        usages = [told.usage, *[_read_holder(each).usage for each in holders if _is_object(each)]]
+        usages = [each for each in usages if _is_object(each)]
+        for usage in usages:
+            self._usage.add(bytes(usage))
+        return self._drops_usage and is_empty and bool(usages)
 
 
 def _name_and_data(event: bytes) -> tuple[bytes, bytes | None]:
@@ -345,10 +353,6 @@ def _name_and_data(event: bytes) -> tuple[bytes, bytes | None]:
         elif not line and data is None:
             name = b""
     return name, data
-
-
-def _is_object(value: Raw) -> bool:
-    return bytes(memoryview(value)[:1]) == b"{"
 
 
 def _is_failure(event: AnswerEvent, kind: bytes) -> bool:
@@ -371,7 +375,8 @@ def _is_failure(event: AnswerEvent, kind: bytes) -> bool:
 
 _NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # followed by a list
 _LONGEST_NAME: Final = 24  # including some blanks
-_IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')
+_IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*+:\s*+\[([^\]]*+)\]')
+_UNFINISHED_IDS: Final = re.compile(rb'"(?:prompt_)?token_ids"\s*+:\s*+\[[^\]]*+\Z')
 _PROMPT_NAME: Final = b'"prompt_token_ids":'
 # A whole list behind its name: the bracket comes first, since it is found faster.
 _LIST: Final = re.compile(rb'\[(?:(?<="token_ids":\[)|(?<="prompt_token_ids":\[))([^\]]*+)\]')
@@ -405,12 +410,9 @@ class AnswerReader:
         self._on_ids = on_ids
         self._reads_ids = strips or on_ids is not None
         self._strips = strips
-        self._held = b""  # possibly the beginning of a list's name
-        self._array: bytearray | None = None  # the current list
-        self._is_of_prompt = False
+        self._held = b""  # an unfinished list, or possibly the beginning of its name
         self._prompt: bytes | None = None
         self._output: list[bytes] = []
-        self._is_too_long = False
 
     @property
     def has_token(self) -> bool:
@@ -433,10 +435,9 @@ class AnswerReader:
         if self._reads_ids:
             pieces = _LIST.split(data)  # every second one is a list
             is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
-            if is_whole and self._array is None and not self._held:  # as nearly all
+            if is_whole and not self._held:  # as nearly all
                 for at in range(1, len(pieces), 2):
-                    self._is_of_prompt = pieces[at - 1].endswith(_PROMPT_NAME)
-                    self._took(pieces[at])
+                    self._take(pieces[at], pieces[at - 1].endswith(_PROMPT_NAME))
                 text = b"null".join(pieces[::2])
             else:
                 text = self._without_ids(self._held + data)
@@ -453,60 +454,40 @@ class AnswerReader:
         rest, self._held = self._held if self._strips else b"", b""
         if self._events is None:
             return rest
-        return self._events.feed(rest) + self._events.rest()
+        return (self._events.feed(rest) if rest else b"") + self._events.rest()
 
     def end(self) -> bytes:
-        """Passes the token ids to `on_ids`, and returns the bytes that are still buffered."""
-        rest = self.rest()
-        if self._on_ids is not None and self._array is None and not self._is_too_long:
-            self._on_ids(self._prompt, b",".join(self._output))
+        """Passes the token ids to `on_ids`, once. Returns the bytes that are still buffered."""
+        is_cut, rest = bool(self._held), self.rest()
+        on_ids, self._on_ids = self._on_ids, None
+        if on_ids is not None and not is_cut:
+            on_ids(self._prompt, b",".join(self._output))
         return rest
 
     def _without_ids(self, data: bytes) -> bytes:
         """Returns `data` with `null` in place of each list of ids. The end of `data` may be
-        buffered until the next piece."""
+        buffered until the next piece. After a list that is too long, no ids are read."""
         kept: list[bytes] = []
         at = 0
-        self._held = b""
-        while True:
-            if self._array is not None:
-                end = data.find(b"]", at)
-                self._keep(data[at:] if end < 0 else data[at:end])
-                if end < 0:
-                    break
-                at = end + 1
-                self._close()
-            found = _IDS.search(data, at)
-            if found is None:
-                held = 0 if data.endswith(b"\n") else _beginning(data, at)
-                kept.append(data[at : len(data) - held])
-                self._held = data[len(data) - held :]
-                break
-            kept += (data[at : found.end() - 1], b"null")
-            self._is_of_prompt = found[1] is not None
-            self._array = bytearray()
+        for found in _IDS.finditer(data):
+            kept += (data[at : found.start(2) - 1], b"null")
+            self._take(found[2], found[1] is not None)
             at = found.end()
-        return b"".join(kept)
+        unfinished = _UNFINISHED_IDS.search(data, at)
+        if unfinished is not None:
+            end = unfinished.start()
+        else:
+            end = len(data) - (0 if data.endswith(b"\n") else _beginning(data, at))
+        if len(data) - end > MOST_ID_BYTES:
+            end, self._reads_ids, self._on_ids = len(data), False, None
+        self._held = data[end:]
+        return b"".join((*kept, data[at:end]))
 
-    def _keep(self, ids: bytes) -> None:
-        assert self._array is not None
-        if len(self._array) + len(ids) > MOST_ID_BYTES:
-            self._is_too_long = True
-            self._array.clear()
-        if not self._is_too_long:
-            self._array += ids
-
-    def _close(self) -> None:
-        assert self._array is not None
-        ids, self._array = bytes(self._array), None
-        self._took(ids)
-
-    def _took(self, ids: bytes) -> None:
-        if self._is_of_prompt:
-            if self._prompt is None:
-                self._prompt = ids
-        elif ids:
-            self._output.append(ids)
+    def _take(self, ids: bytes, is_of_prompt: bool) -> None:
+        if not is_of_prompt:
+            self._output += [ids] if ids else []
+        elif self._prompt is None:
+            self._prompt = ids
 
 
 def _beginning(data: bytes, at: int) -> int:

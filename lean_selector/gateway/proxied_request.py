@@ -303,7 +303,7 @@ class ProxiedRequest:
     def _framed(self, text: bytes, is_last: bool) -> bytes:
         """Returns what the client gets for `text`, which was read of the answer."""
         if is_last and self._reader is not None:
-            text += self._reader.rest()
+            text += self._reader.end()
         self._is_written = is_last
         if not self._is_chunking:
             return text
@@ -319,8 +319,6 @@ class ProxiedRequest:
             return
         if not self._is_written and (text := self._framed(b"", True)):
             self.reply.write(text)
-        if self._reader is not None:
-            self._reader.end()
         self._finish(outcome_of_status(self.status))
         self.reply.finish()
 
