@@ -27,7 +27,7 @@ from lean_selector.wire.kv_event_shapes import (
 )
 
 if TYPE_CHECKING:
-    from lean_selector.events.curve_keys import CurveGate
+    pass
 
 # The next three limits are vLLM's defaults (buffer_steps, hwm), so that all engines offer the same
 # history and queue length.
@@ -183,21 +183,15 @@ class KvEventPublisher(_EventSink):
         endpoint: str = "tcp://*:5557",
         replay_endpoint: str | None = None,
         topic: str = "",
-        curve_secret_key_file: str | None = None,
-        curve_client_keys_file: str | None = None,
     ) -> None:
         """Binds the sockets. dp_rank is added to the tcp ports of the endpoints (`rank_endpoint`).
-
-        If curve_secret_key_file is given (a key pair made by `lean-selector keys`), both sockets
-        require CURVE, and services need our public key. curve_client_keys_file lists the public
-        keys of admitted services; without it, every service that knows our public key is admitted.
 
         component and enable_local_indexer have no effect: there is no runtime to join, and no
         indexer inside the engine. worker_id is not sent, because the service identifies a worker by
         the endpoint that was registered for it.
 
-        Raises ValueError for a bad block size, port or key file, OSError for a file that cannot be
-        read, zmq.ZMQError if an address is in use."""
+        Raises ValueError for a bad block size or port, OSError if too few files can be opened,
+        zmq.ZMQError if an address is in use."""
         super().__init__(kv_block_size)
         self.worker_id = worker_id
         self.data_parallel_rank = dp_rank
@@ -207,20 +201,12 @@ class KvEventPublisher(_EventSink):
         self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, numbered consecutively
         self._kept_bytes = 0
         self._replay: threading.Thread | None = None
-        self._gate: CurveGate | None = None
-        if curve_client_keys_file is not None and curve_secret_key_file is None:
-            raise ValueError("curve_client_keys_file requires curve_secret_key_file")
         _need_descriptors()
         self._context = zmq.Context()
         try:
-            if curve_secret_key_file is not None:
-                self._gate = _gate(self._context, curve_secret_key_file, curve_client_keys_file)
-                self._gate.start()
             self._pub = self._context.socket(zmq.PUB)
             self._pub.set_hwm(PUB_SEND_HWM)
             self._pub.linger = LINGER_MS
-            if self._gate is not None:
-                self._gate.guard(self._pub)
             self._pub.bind(rank_endpoint(endpoint, dp_rank))
             #: Where the socket is bound, with the real port if the system chose it.
             self.endpoint = self._pub.get_string(zmq.LAST_ENDPOINT)
@@ -228,8 +214,6 @@ class KvEventPublisher(_EventSink):
             if replay_endpoint is not None:
                 self._start_replay(rank_endpoint(replay_endpoint, dp_rank))
         except BaseException:
-            if self._gate is not None:
-                self._gate.close()
             self._context.destroy(linger=0)
             raise
 
@@ -274,8 +258,6 @@ class KvEventPublisher(_EventSink):
         router.linger = 0  # a replay that close() interrupts is requested again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
         router.router_mandatory = True  # wait for a slow reader instead of dropping silently
-        if self._gate is not None:
-            self._gate.guard(router)
         router.bind(endpoint)
         self.replay_endpoint = router.get_string(zmq.LAST_ENDPOINT)
         name = f"kv-replay-{self.worker_id}-{self.data_parallel_rank}"
@@ -310,8 +292,6 @@ class KvEventPublisher(_EventSink):
         """Sends queued events (for at most a second), stops the replay thread, frees the ports."""
         with self._lock:
             self._pub.close()
-        if self._gate is not None:
-            self._gate.close()
         self._context.term()  # wakes the replay thread, and waits for its socket
         if self._replay is not None:
             self._replay.join()
@@ -335,21 +315,6 @@ def _need_descriptors() -> None:
     with ExitStack() as taken:
         for _ in range(DESCRIPTORS):
             taken.enter_context(open(os.devnull, "rb"))
-
-
-def _gate(
-    context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
-) -> "CurveGate":
-    """Creates the CURVE authenticator, which admits services by their public keys in a thread of
-    its own. Raises OSError and ValueError for invalid key files."""
-    from zmq.auth.thread import ThreadAuthenticator
-
-    from lean_selector.events.curve_keys import CurveGate, check_curve, read_list, read_pair
-
-    check_curve("curve_secret_key_file")
-    pair = read_pair(secret_file)
-    admitted = None if clients_file is None else read_list(clients_file)
-    return CurveGate(ThreadAuthenticator(context), pair, admitted)
 
 
 class ZmqKvEventPublisher(KvEventPublisher):

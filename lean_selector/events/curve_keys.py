@@ -157,11 +157,10 @@ class CurveGate:
     """Decides which clients may connect to a ZMQ context's sockets, from start() to close()."""
 
     def __init__(
-        self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...] | None
+        self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...]
     ) -> None:
         """`authenticator` belongs to the sockets' context. `admitted` has the public keys of the
-        clients that may connect. If `admitted` is None, any client that knows the
-        server's public key may connect."""
+        clients that may connect."""
         self.pair: Final = pair
         self.admitted: Final = admitted
         self.refused = 0
@@ -183,7 +182,7 @@ class CurveGate:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether to admit a client with this public key. The authenticator calls this."""
-        if self.admitted is None or key in self.admitted:
+        if key in self.admitted:
             return True
         self.refused += 1
         self.last_refused = key.decode()

@@ -26,7 +26,6 @@ def open_live(
         on_message,
         on_state,
         max_message_bytes=MAX_BATCH_BYTES,
-        curve=links.engine_keys,
     )
 
 
@@ -42,7 +41,6 @@ def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], N
         on_news,
         on_news,
         max_message_bytes=MAX_BATCH_BYTES,
-        curve=links.engine_keys,
         once=True,
     )
 

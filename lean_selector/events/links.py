@@ -17,7 +17,6 @@ import zmq.asyncio
 from lean_selector.events.names import Resolver
 
 if TYPE_CHECKING:
-    from lean_selector.events.curve_keys import CurveClient
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
 # How many bytes may wait in total. One source may have MAX_BACKLOG_BYTES: one second of events at
@@ -89,13 +88,10 @@ class Links:
         resolver: Resolver | None = None,
         waiting: Backlogs | None = None,
         allowed: "AllowedEndpoints | None" = None,
-        engine_keys: "CurveClient | None" = None,
     ) -> None:
         """`context` must not have sockets yet; the default is pyzmq's context of the process.
-        `allowed` restricts the destinations (None: all allowed). With `engine_keys`, links to
-        engines use CURVE."""
+        `allowed` restricts the destinations (None: all allowed)."""
         self.allowed = allowed
-        self.engine_keys = engine_keys
         self.context = context or zmq.asyncio.Context.instance()
         limit = self.context.get(zmq.SOCKET_LIMIT)
         self.context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, limit))

@@ -126,7 +126,7 @@ class ReplicaSync:
         links = links or Links(context)
         self._allowed = links.allowed
         self.gate = gate
-        curve = None if gate is None else CurveClient(gate.pair, gate.admitted or ())
+        curve = None if gate is None else CurveClient(gate.pair, gate.admitted)
         self._links = ReplicaLinks(links, topics, self._handle, on_connected, curve)
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None

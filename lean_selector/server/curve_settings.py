@@ -1,4 +1,4 @@
-"""Reads the CURVE keys of ZMQ sockets at start. Imported only if flags name key files."""
+"""Reads the CURVE keys of replicas at start. Imported only if flags name key files."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -6,23 +6,13 @@ from typing import TypeVar
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from lean_selector.events.curve_keys import (
-    CurveClient,
-    CurveGate,
-    check_curve,
-    new_pair,
-    read_list,
-    read_pair,
-)
+from lean_selector.events.curve_keys import CurveGate, check_curve, read_list, read_pair
 from lean_selector.server.host import StartError
-from lean_selector.server.selector_flags import EngineKeysFlags
 from lean_selector.server.service_flags import ReplicaKeysFlags
 
 _T = TypeVar("_T")
 _REPLICA_SECRET = "--replica-sync-curve-secret-key-file"
 _REPLICA_PEERS = "--replica-sync-curve-peer-keys-file"
-_EVENTS_SERVERS = "--kv-events-curve-server-keys-file"
-_EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
@@ -32,14 +22,6 @@ def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> Curv
     if config.peer_keys_file is not None:
         admitted = _read(_REPLICA_PEERS, config.peer_keys_file, read_list)
     return CurveGate(AsyncioAuthenticator(context), pair, admitted)
-
-
-def engine_client_keys(config: EngineKeysFlags) -> CurveClient:
-    """Reads the engines' public CURVE keys; reads or creates our key pair. Raises StartError."""
-    believed = _read(_EVENTS_SERVERS, config.server_keys_file, read_list)
-    if config.secret_key_file is None:
-        return CurveClient(new_pair(), believed)
-    return CurveClient(_read(_EVENTS_SECRET, config.secret_key_file, read_pair), believed)
 
 
 def _read(flag: str, path: str | None, read: Callable[[str], _T]) -> _T:

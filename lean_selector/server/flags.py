@@ -41,6 +41,11 @@ DROPPED: Final = {
     "--decision-log-mb": "the file is renamed at 512 MiB; leave the flag out, or log fewer "
     "requests by --decision-log-share",
     "--state-interval-secs": "live reservations are written every second; leave the flag out",
+    **dict.fromkeys(
+        ("--kv-events-curve-server-keys-file", "--kv-events-curve-secret-key-file"),
+        "no engine encrypts its events; leave the flag out, and keep their ports within a network "
+        "that only engines and selectors reach",
+    ),
     "--session-affinity-bonus-blocks": "the bonus is 64 blocks; leave the flag out, or set "
     "--session-affinity hard",
 }
@@ -246,6 +251,13 @@ class _Lines(argparse.HelpFormatter):
                           actions, groups, prefix)  # fmt: skip
 
 
+def refuse_dropped(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Ends the process if the command line has a removed flag."""
+    for name in (each.partition("=")[0] for each in argv):
+        if name in DROPPED:
+            parser.error(f"{name} was removed: {DROPPED[name]}")
+
+
 def load(
     parser: argparse.ArgumentParser,
     config: Callable[..., T],
@@ -253,9 +265,7 @@ def load(
     environ: Mapping[str, str],
 ) -> T:
     """Reads the command line, environment and TOML file. Invalid values end the process."""
-    for name in (each.partition("=")[0] for each in argv):
-        if name in DROPPED:
-            parser.error(f"{name} was removed: {DROPPED[name]}")
+    refuse_dropped(parser, argv)
     args = vars(parser.parse_args(argv))
     found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
     in_file = _read_file(parser, file, found)

@@ -57,7 +57,7 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
     if gate is None:
         return msgspec.UNSET
     public = gate.pair.public.decode()
-    return CurveState(public, len(gate.admitted or ()), gate.refused, gate.last_refused)
+    return CurveState(public, len(gate.admitted), gate.refused, gate.last_refused)
 
 
 class Replication(Part):

@@ -291,25 +291,6 @@ class IndexFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineKeysFlags:
-    """Encryption of engines' events
-
-    server_keys_file: encrypt engines' events and replays (CURVE); file with the engines' public
-      keys, one per line
-    secret_key_file: the selector's key pair, made by `lean-selector keys`; unset: a new pair at
-      each start
-    """
-
-    server_keys_file: str | None = flag(None, "--kv-events-curve-server-keys-file", each=path)
-    secret_key_file: str | None = flag(
-        None,
-        "--kv-events-curve-secret-key-file",
-        each=path,
-        needs=("--kv-events-curve-server-keys-file",),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class DiscoverFlags:
     """Discovery of workers
 
@@ -476,7 +457,6 @@ class SelectorConfig(ServiceConfig):
     sessions: SessionsFlags
     selection_cache: SelectionCacheFlags
     index: IndexFlags
-    engine_keys: EngineKeysFlags
     discover: DiscoverFlags
     engines: EnginesFlags
     health: HealthFlags

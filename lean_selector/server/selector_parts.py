@@ -50,12 +50,7 @@ class SelectorCore(Part):
         self.context = context
         self.router_id = secrets.randbits(64) or 1 if config.replica.endpoint is not None else 0
         self.allowed = config.endpoints.rules
-        engine_keys = None
-        if config.engine_keys.server_keys_file is not None:
-            from lean_selector.server.curve_settings import engine_client_keys
-
-            engine_keys = engine_client_keys(config.engine_keys)
-        self.links = Links(context, allowed=self.allowed, engine_keys=engine_keys)
+        self.links = Links(context, allowed=self.allowed)
         self.resolve = self.links.resolver.resolve
         self.subscriptions = KvSubscriptions(self.links)
         self.state = ServiceState()

@@ -1,6 +1,5 @@
 """Findings about a selector, with advice, from answers of the selector's API. Sends no requests."""
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -28,16 +27,6 @@ class Level:
 
 
 # -- KV event sources ------------------------------------------------------------------------------
-
-# Flag for the public keys of engines that use CURVE.
-SERVERS: Final = "--kv-events-curve-server-keys-file"
-SECRET: Final = "--kv-events-curve-secret-key-file"
-
-
-def is_about_keys(why: str) -> bool:
-    """Whether an error text says that a connection failed for wrong or missing CURVE keys."""
-    return re.search(r"\bkeys?\b", why) is not None
-
 
 NO_REPLAY: Final = "no_replay"
 _UNHEARD: Final = ("unreachable", "connecting", "failed")  # states of a port that cannot be reached
@@ -117,8 +106,6 @@ def judge_source(source: KvSource) -> Finding:
         )
         mend = "run this check with --probe; with a replay_endpoint on both sides nothing is lost"
     mend = _REPLAY_MENDS.get((source.state, source.replay_endpoint is not None), mend)
-    if source.problem and is_about_keys(source.problem):
-        mend = f"compare the selector's {SERVERS} and {SECRET} with the engine's keys"
     return Finding(level, subject_of(source), "; ".join(parts), mend)
 
 

@@ -16,18 +16,15 @@ import msgspec
 import uvloop
 import zmq.asyncio
 
-from lean_selector.events.curve_keys import CurveClient, check_curve, new_pair, read_list, read_pair
 from lean_selector.events.links import Links
 from lean_selector.events.names import Resolver
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.http.urls import Url, base_without_version
+from lean_selector.server.flags import refuse_dropped
 from lean_selector.service.judgements import (
     NO_REPLAY,
-    SECRET,
-    SERVERS,
     Level,
-    is_about_keys,
     judge_selector,
     subject_of,
 )
@@ -131,15 +128,10 @@ class Examination:
             await self.replays.stored_since(endpoint, BEYOND_ALL, self.patience_s)
             what = "answers"
         except NoReplay as error:
-            if is_about_keys(str(error)):  # the selector itself reports whether its keys are right
-                level, what = Level.NOTE, f"not checked from here: {error}"
-                mend = f"give this check {SERVERS} and {SECRET} as configured for the selector"
-            else:
-                level, what = Level.ERROR, f"no replay in {self.patience_s:g} s: {error}"
-                mend = (
-                    "register the engine's replay_endpoint (vLLM: one port per rank), "
-                    "not its endpoint"
-                )
+            level, what = Level.ERROR, f"no replay in {self.patience_s:g} s: {error}"
+            mend = (
+                "register the engine's replay_endpoint (vLLM: one port per rank), not its endpoint"
+            )
         return Finding(level, subject, f"replay_endpoint {endpoint}: {what}", mend)
 
     async def _probe(self, facts: SelectorFacts) -> list[Finding]:
@@ -234,12 +226,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.add_argument("--worker-token-file", help="a bearer token for the engines")
-    parser.add_argument(
-        SERVERS, metavar="PATH", help="public keys of engines that use CURVE, as for the selector"
-    )
-    parser.add_argument(
-        SECRET, metavar="PATH", help="key pair that engines admit, as for the selector"
-    )
 
 
 def selector_url(text: str) -> str:
@@ -266,18 +252,16 @@ def main(argv: Sequence[str]) -> int:
         epilog="Exit status: 0 without errors, 1 with errors, 2 if no selector answers.",
     )
     add_arguments(parser)
+    refuse_dropped(parser, argv)
     args = parser.parse_args(argv)
     try:
         selector = selector_credentials(args)
         engines = Credentials(token_of(args.worker_token_file), Trust(args.ca_file))
-        keys = _client_keys(
-            args.kv_events_curve_server_keys_file, args.kv_events_curve_secret_key_file
-        )
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            findings, endpoints = runner.run(_check(args, selector, engines, keys))
+            findings, endpoints = runner.run(_check(args, selector, engines))
     except NotASelector as error:
         sys.stderr.write(f"lean-selector check: error: {error}\n")
         return 2
@@ -291,23 +275,12 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.level == Level.ERROR for finding in findings))
 
 
-def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:
-    """Returns the CURVE keys in the files, None if no file is given. Raises OSError, ValueError."""
-    if servers_file is None:
-        if secret_file is not None:
-            raise ValueError(f"{SECRET} requires {SERVERS}")
-        return None
-    check_curve(SERVERS)
-    pair = new_pair() if secret_file is None else read_pair(secret_file)
-    return CurveClient(pair, read_list(servers_file))
-
-
 def token_of(path: str | None) -> TokenFile | None:
     return None if path is None else TokenFile(path)
 
 
 async def _check(
-    args: argparse.Namespace, ours: Credentials, engines: Credentials, keys: CurveClient | None
+    args: argparse.Namespace, ours: Credentials, engines: Credentials
 ) -> tuple[list[Finding], dict[str, str | None]]:
     resolver = Resolver()
     resolve = resolver.resolve
@@ -315,7 +288,7 @@ async def _check(
     asked = OutboundClient(resolve, engines)
     context = zmq.asyncio.Context()
     try:
-        replays = Replays(Links(context, resolver, engine_keys=keys))
+        replays = Replays(Links(context, resolver))
         patience_s, may_probe = args.seconds, args.probe
         examined = Examination(selector, asked, replays, resolve, patience_s, may_probe)
         return await examined.run(), examined.endpoints

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         prog="lean-selector keys",
         description=(
             "Creates a key pair for CURVE, the encryption of ZeroMQ, for "
-            "--replica-sync-curve-secret-key-file and similar flags. Existing files are kept."
+            "--replica-sync-curve-secret-key-file. Existing files are kept."
         ),
     )
     add_arguments(parser)

@@ -26,7 +26,6 @@ _GUIDES: Final = {
     "Queueing": "[choosing](../guide/choosing.md#who-waits)",
     "Load shedding": "[load shedding](../guide/load-shedding.md)",
     "Sessions": "[sessions](../guide/sessions.md)",
-    "Encryption of engines' events": "[engines](../engines.md#engines-that-encrypt)",
     "Discovery of workers": "[discovery](../guide/discovery.md)",
     "Outlier detection and health checks": "[health](../guide/health.md)",
     "Raw prompts": "[prompts](../guide/prompts.md), [gateways](../guide/gateways.md)",

@@ -1,21 +1,26 @@
-"""Files of keys, what of them is refused and never cited, and a publisher that asks for keys."""
+"""Files of keys, what of them is refused and never cited, and a socket that asks for keys."""
 
 import logging
 import os
 import stat
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from lean_selector.events.curve_keys import BadKeys, give_keys, new_pair, public_keys, read_pair
-from lean_selector.publisher import KvEventPublisher
+from lean_selector.events.curve_keys import (
+    BadKeys,
+    CurveGate,
+    give_keys,
+    new_pair,
+    public_keys,
+    read_pair,
+)
 from lean_selector.tools.keys import main
 from tests.support.key_files import KeyFiles
 
@@ -118,54 +123,32 @@ def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, 
     assert PAIR.secret.decode() not in str(told.value)
 
 
-# -- a publisher that asks for keys: its thread ends with it, and it tells of those it refuses ----
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> KeyFiles:
-    return KeyFiles(tmp_path, "engine", "service", "stranger")
-
-
-@pytest.fixture
-def publisher(keys: KeyFiles) -> Iterator[KvEventPublisher]:
-    with KvEventPublisher(
-        kv_block_size=4,
-        endpoint=ANY_PORT,
-        replay_endpoint=ANY_PORT,
-        curve_secret_key_file=keys.secret("engine"),
-        curve_client_keys_file=keys.list("clients", "service"),
-    ) as made:
-        yield made
-
-
-@pytest.mark.parametrize("taken", ["endpoint", "replay_endpoint"])
-def test_a_taken_port_raises_and_leaves_no_thread_that_fails(
-    taken: str,
-    publisher: KvEventPublisher,
-    keys: KeyFiles,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    endpoints = {"endpoint": ANY_PORT, taken: getattr(publisher, taken)}
-    threads = threading.active_count()
-    with pytest.raises(zmq.ZMQError, match="in use"):
-        KvEventPublisher(kv_block_size=4, curve_secret_key_file=keys.secret("engine"), **endpoints)
-    assert threading.active_count() == threads
-    assert capfd.readouterr().err == ""
+# -- a socket that asks for keys tells of those it refuses ----------------------------------------
 
 
 def test_one_who_is_refused_again_and_again_is_told_of_once(
-    publisher: KvEventPublisher, keys: KeyFiles, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    keys = KeyFiles(tmp_path, "server", "client", "stranger")
     with zmq.Context() as context, caplog.at_level(logging.WARNING, "lean_selector.curve"):
+        admitted = (keys.pairs["client"].public,)
+        gate = CurveGate(ThreadAuthenticator(context), keys.pairs["server"], admitted)
+        gate.start()
+        server = context.socket(zmq.PUB)
+        gate.guard(server)
+        server.bind(ANY_PORT)
         for _ in range(3):
             stranger = context.socket(zmq.SUB)
             monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-            give_keys(stranger, keys.pairs["stranger"], keys.pairs["engine"].public)
-            stranger.connect(publisher.endpoint)
+            give_keys(stranger, keys.pairs["stranger"], keys.pairs["server"].public)
+            stranger.connect(server.get_string(zmq.LAST_ENDPOINT))
             assert monitor.poll(DEADLINE_MS)
             stranger.disable_monitor()
             monitor.close(0)
             stranger.close(0)
+        server.close(0)
+        gate.close()
     told = [record.getMessage() for record in caplog.records]
     words = f"a client's public key is not admitted: {keys.public('stranger')}"
     assert told == [words]
+    assert gate.refused >= 3

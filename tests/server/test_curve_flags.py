@@ -1,20 +1,20 @@
 """Keys by flag: what goes together, and files that end the start."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import zmq.asyncio
 
-from lean_selector.events.curve_keys import new_pair
-from lean_selector.server.curve_settings import engine_client_keys, replica_gate
+from lean_selector.events.curve_keys import CurveGate, new_pair
+from lean_selector.server.curve_settings import replica_gate
 from lean_selector.server.host import StartError
-from lean_selector.server.selector_flags import EngineKeysFlags
 from lean_selector.server.service_flags import ReplicaKeysFlags
 from lean_selector.tools.keys import write_pair
 
-OF_SERVERS = "--kv-events-curve-server-keys-file"
-OF_US = "--kv-events-curve-secret-key-file"
+OF_PEERS = "--replica-sync-curve-peer-keys-file"
+OF_US = "--replica-sync-curve-secret-key-file"
 PAIR = new_pair()
 
 
@@ -24,37 +24,35 @@ def name(tmp_path: Path) -> str:
     return str(tmp_path / "a")
 
 
-def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
+def made(secret: str, peers: str | None, then: Callable[[CurveGate], None]) -> None:
     async def story() -> None:
         with zmq.asyncio.Context() as context:
-            keys = ReplicaKeysFlags(secret_key_file=f"{name}.key_secret", peer_keys_file=None)
+            keys = ReplicaKeysFlags(secret_key_file=secret, peer_keys_file=peers)
             gate = replica_gate(context, keys)
-            assert gate.admitted == (gate.pair.public,) == (PAIR.public,)
+            then(gate)
             gate.close()
 
     asyncio.run(story())
 
 
-def test_without_a_pair_for_engines_one_is_made(name: str) -> None:
-    keys = EngineKeysFlags(server_keys_file=f"{name}.key", secret_key_file=None)
-    one, other = engine_client_keys(keys), engine_client_keys(keys)
-    assert one.believed == (PAIR.public,)
-    assert one.pair.public != other.pair.public
+def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
+    def then(gate: CurveGate) -> None:
+        assert gate.admitted == (gate.pair.public,) == (PAIR.public,)
+
+    made(f"{name}.key_secret", None, then)
 
 
 def test_files_that_hold_no_keys_end_the_start_by_their_flag(name: str) -> None:
     public, secret, missing = f"{name}.key", f"{name}.key_secret", f"{name}.none"
     faults = []
-    for keys in (
-        EngineKeysFlags(server_keys_file=missing, secret_key_file=None),
-        EngineKeysFlags(server_keys_file=secret, secret_key_file=None),
-        EngineKeysFlags(server_keys_file=public, secret_key_file=public),
-    ):
+    files = [(missing, None), (public, None), (secret, missing), (secret, secret)]
+    for of_us, of_peers in files:
         with pytest.raises(StartError) as told:
-            engine_client_keys(keys)
+            made(of_us, of_peers, lambda gate: None)
         faults.append(str(told.value))
     assert faults == [
-        f"{OF_SERVERS}: {missing}: No such file or directory",
-        f"{OF_SERVERS}: {secret} line 7 is a secret key; this file needs public keys",
+        f"{OF_US}: {missing}: No such file or directory",
         f"{OF_US}: {public} has no secret-key; `lean-selector keys` creates one",
+        f"{OF_PEERS}: {missing}: No such file or directory",
+        f"{OF_PEERS}: {secret} line 7 is a secret key; this file needs public keys",
     ]

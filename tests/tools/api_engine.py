@@ -12,8 +12,7 @@ MODEL = "tiny"
 
 
 class ApiEngine(FakeEngine):
-    """`publishes=False`: it caches and tells nobody. With the file `secret` its events are
-    encrypted, and told to those alone who have a key of `clients`."""
+    """`publishes=False`: it caches and tells nobody."""
 
     def __init__(
         self,
@@ -23,8 +22,6 @@ class ApiEngine(FakeEngine):
         publishes: bool = True,
         seed: int = 0,
         token: str | None = None,
-        secret: str | None = None,
-        clients: str | None = None,
     ) -> None:
         super().__init__(
             MODEL,
@@ -33,8 +30,6 @@ class ApiEngine(FakeEngine):
             token=token,
             worker_id=worker_id,
             replay_endpoint="tcp://127.0.0.1:0",
-            curve_secret_key_file=secret,
-            curve_client_keys_file=clients,
         )
         self.worker_id = worker_id
         self.publishes = publishes

@@ -13,7 +13,6 @@ import pytest
 
 from lean_selector.tools.check import main
 from lean_selector.tools.check_questions import AskedSelector, NotASelector
-from tests.support.key_files import KeyFiles
 from tests.support.on_loop import on_loop
 from tests.support.outbound_server import Serve, client, response, serving
 from tests.support.running_service import RunningService, free_port, wait_until
@@ -199,36 +198,6 @@ def test_wrong_ports_are_recognised_by_what_listens_there(selector: RunningServi
             assert any(words in line for line in lines), words
 
 
-def test_engines_that_encrypt_are_asked_with_the_keys_of_the_selector_and_else_not_at_all(
-    tmp_path: Path,
-) -> None:
-    keys = KeyFiles(tmp_path, "engine", "selector")
-    servers = ("--kv-events-curve-server-keys-file", keys.list("them", "engine"))
-    secret = ("--kv-events-curve-secret-key-file", keys.secret("selector"))
-    clients = keys.list("us", "selector")
-    with (
-        ApiEngine(1, secret=keys.secret("engine"), clients=clients) as engine,
-        RunningService(*servers, *secret) as service,
-    ):
-        engine.cache(list(range(16)))
-        register(service, engine)
-        wait_until(partial(is_in, service, 1, "live"), "its events are followed")
-        replay = f"replay_endpoint {engine.replay_endpoint}: "
-        not_asked = f"{replay}not checked from here: no connection: "
-        found = findings(service, status=0)
-        assert f"{not_asked}it requires CURVE, but no keys are configured for it" in what(
-            found, "note", "worker 1 rank 0"
-        )
-        found = findings(service, *servers, status=0)
-        assert any(
-            line.startswith(f"{not_asked}it does not admit our public key ")
-            for line in what(found, "note", "worker 1 rank 0")
-        )
-        found = findings(service, "--probe", *servers, *secret, status=0)
-        assert f"{replay}answers" in what(found, "ok", "worker 1 rank 0")
-        assert what(found, "note", "worker 1 rank 0") == []
-
-
 def test_engines_that_want_a_token_get_that_of_the_file(
     selector: RunningService, tmp_path: Path
 ) -> None:
@@ -257,19 +226,13 @@ def test_without_a_selector_to_ask_the_status_is_2() -> None:
         assert (status, "/ready" in err) == (2, True)
 
 
-def test_bad_arguments_are_refused_with_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    secret = KeyFiles(tmp_path, "selector").secret("selector")
-    empty = tmp_path / "empty"
-    empty.touch()
+def test_bad_arguments_are_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, why in (
         (["ftp://x"], "`ftp://x`"),
         (["http://"], "`http://` has no host"),
         (["http://u:p@h:1"], "credentials"),
         (["--key-file", "key.pem"], "--key-file requires --cert-file"),
-        (["--kv-events-curve-secret-key-file", secret], "requires --kv-events-curve-server-keys"),
-        (["--kv-events-curve-server-keys-file", str(empty)], f"{empty} has no public key"),
+        (["--kv-events-curve-secret-key-file", "x"], "was removed"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)

@@ -109,17 +109,6 @@ def test_a_replay_endpoint_that_is_registered_is_not_asked_for_again(state: str)
     assert "and register that" not in beside
 
 
-@pytest.mark.parametrize(
-    ("problem", "mend"),
-    [
-        ("it requires CURVE, but no keys are configured for it", "--kv-events-curve-server-keys"),
-        ("never connected: monkey.example: no name", "kv_events_endpoint"),  # "key" in a name
-    ],
-)
-def test_a_source_that_lacks_keys_is_mended_by_keys(problem: str, mend: str) -> None:
-    assert mend in (judge_source(source("unreachable", problem=problem)).mend or "")
-
-
 # -- endpoints that ranks share -------------------------------------------------------------------
 
 
