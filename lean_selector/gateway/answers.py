@@ -470,7 +470,8 @@ class AnswerReader:
         kept: list[bytes] = []
         at = 0
         for found in _IDS.finditer(data):
-            kept += (data[at : found.start(2) - 1], b"null")
+            begin = found.start(2) - 1
+            kept += (data[at:begin], b"null")
             self._take(found[2], found[1] is not None)
             at = found.end()
         unfinished = _UNFINISHED_IDS.search(data, at)
