@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Changes the sources of an area, one small change at a time, and sees whether its tests notice.
 
-    .ci/mutation.py AREA...         cost, cells, cursor, ledger, load; of the index: groups, holes,
-                                    lower, names, table, routed, runs,
-                                    device, index
+    .ci/mutation.py AREA...         cost, cells, cursor, ledger, load, queue;
+                                    of the index: groups, holes, lower, names,
+                                    table, routed, runs, device, index
     .ci/mutation.py AREA '*3'       a tenth of the changes: those whose number ends with 3
     .ci/mutation.py AREA --show     the changes that no test noticed, from the last run
 
@@ -49,6 +49,14 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             *(f"tests/core/selection/test_{name}.py" for name in ("choice", "cells", "explain")),
             *("tests/properties/test_choice.py", "tests/properties/test_queue_model.py"),
             f"--deselect={COUNTED}",
+        ],
+    ),
+    "queue": (
+        [f"{CORE}/selection/queue.py"],
+        [
+            *(f"tests/core/selection/test_{name}.py" for name in ("queue", "selector")),
+            "tests/service/test_queue.py",
+            "tests/properties/test_queue_model.py",
         ],
     ),
     "cursor": (

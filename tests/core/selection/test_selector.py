@@ -153,6 +153,32 @@ def test_a_conflict_found_late_is_the_answer(queueing: DrivenSelector) -> None:
     )
 
 
+def test_who_gives_up_after_the_answer_gives_back_its_own_reservation_and_no_other(
+    queueing: DrivenSelector,
+) -> None:
+    queueing.remove(2)
+    fill(queueing, 1)
+
+    def waits(name: str, *, books: bool) -> Waiting:
+        request = queueing.request([], 1, books=books, reservation_id=name)
+        found = queueing.selector.select(queueing.partition, request, queueing.now)
+        assert isinstance(found, Waiting)
+        return found
+
+    own, twice, asks = waits("a", books=True), waits("a", books=True), waits("a", books=False)
+    live = queueing.partition.slots.reservations
+    queueing.selector.reservations.free("fill1", queueing.now)
+    assert [type(each.answer) for each in (own, twice, asks)] == [Placement, Conflict, Placement]
+    twice.cancel(queueing.now)
+    asks.cancel(queueing.now)
+    assert list(live) == ["a"]
+    own.cancel(queueing.now)
+    assert list(live) == []
+    queueing.book("a", isl_tokens=1)
+    own.cancel(queueing.now)
+    assert list(live) == ["a"]
+
+
 def test_in_the_16_dialect_a_conflict_found_late_is_told_as_one_found_early() -> None:
     driven = DrivenSelector(queue_threshold=16.0, dialect=API_1_6)
     driven.register(1)
