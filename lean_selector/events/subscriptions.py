@@ -8,7 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -24,9 +24,6 @@ from lean_selector.events.links import Links
 from lean_selector.events.source_watch import GRACE_S
 from lean_selector.tasks import supervise
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
-
-if TYPE_CHECKING:
-    pass
 
 # Simultaneous replays. When it starts, the selector requests a replay from every idle source. A
 # running replay may hold MAX_BACKLOG_BYTES, and three descriptors while it connects.

@@ -267,4 +267,5 @@ def _prompt_of(known: bytes, tokens: int, lora_name: str | None, rest: bytes = b
         (known or rest)[:8],
         lambda: sequence_hashes_bytes(known) + rest,
         lora_name,
+        len(known) // 8,
     )

@@ -102,6 +102,7 @@ def begins(routed: Routed, known: bytes) -> bool:
     assert prompt.sequence_count == prompt.isl_tokens // BLOCK_SIZE
     assert len(prompt.sequence_hashes()) == 8 * prompt.sequence_count
     assert len(prompt.local_hashes) == (8 * prompt.sequence_count if known else 0)
+    assert prompt.known_blocks == len(known) // 8
     assert prompt.first_sequence_hash == prompt.sequence_hashes()[:8]
     assert prompt.sequence_hashes().startswith(sequence_hashes_bytes(known))
     return prompt.local_hashes.startswith(known)

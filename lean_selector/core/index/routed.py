@@ -33,7 +33,7 @@ class RoutedPrompt:
     __slots__ = ("bookings", "expires_at", "local_hashes")
 
     def __init__(self, local_hashes: bytes) -> None:
-        self.local_hashes = local_hashes  # empty if no events are expected
+        self.local_hashes = local_hashes  # that events can report; empty if none are expected
         self.bookings = 0
         self.expires_at = 0.0
 
@@ -66,9 +66,17 @@ class RoutedPrompts:
         self._is_expiring = False
         self._no_weights = BlockWeights()  # required by the trie, unused here
 
-    def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
+    def add(
+        self,
+        key: RankKey,
+        local_hashes: bytes,
+        names: bytes,
+        now: float,
+        known_blocks: int | None = None,
+    ) -> None:
         """Add a prompt that was routed to a rank. `local_hashes` and `names` (sequence hashes) have
-        8 bytes per complete block. If they have different lengths, nothing is added."""
+        8 bytes per complete block. If they have different lengths, nothing is added. Events can
+        report only the first `known_blocks` (None: all)."""
         if not local_hashes or len(local_hashes) != len(names):
             return
         rank = self._ranks.get(key)
@@ -80,9 +88,12 @@ class RoutedPrompts:
             rank.trie.remove(run, _ALONE, self._no_weights)
             rank.recent.move_to_end(run)
         else:
-            prompt = rank.recent[run] = RoutedPrompt(local_hashes if self._until_events else b"")
-            if self._until_events:
-                rank.ends.setdefault(local_hashes[-HASH_BYTES:], []).append(run)
+            known = local_hashes
+            if known_blocks is not None:
+                known = local_hashes[: known_blocks * HASH_BYTES]
+            prompt = rank.recent[run] = RoutedPrompt(known if self._until_events else b"")
+            if prompt.local_hashes:
+                rank.ends.setdefault(known[-HASH_BYTES:], []).append(run)
         prompt.bookings += 1
         prompt.expires_at = now + self._ttl_s
         if not new_blocks:

@@ -131,7 +131,7 @@ class Bookings:
         partition.ledger.book(booking, sequence, now)
         if partition.routed is not None:
             key = booking.worker_id, booking.dp_rank
-            partition.assume_cached(key, prompt.local_hashes, sequence, now)
+            partition.assume_cached(key, prompt, now)
         self._booked[reservation_id] = partition
 
     def book_choice(

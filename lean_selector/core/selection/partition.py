@@ -19,6 +19,7 @@ from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.fullness import Fullness
+from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Queue
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.shapes import (
@@ -325,17 +326,18 @@ class Partition:
             self.routed.drop_rank(load.key)
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
 
-    def assume_cached(self, rank: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
-        """Assume that a rank caches a prompt booked on it, unless events have reported all of the
-        prompt. `names` are the prompt's sequence hashes."""
+    def assume_cached(self, rank: RankKey, prompt: Prompt, now: float) -> None:
+        """Assume that a rank caches a prompt booked on it, unless events have reported all of its
+        known blocks."""
         if self.routed is None:
             return
-        if self.predicted is not None:
-            mask, size = self.slots.ranks[rank].mask, len(local_hashes)
+        local_hashes, known = prompt.local_hashes, prompt.known_blocks
+        if self.predicted is not None and local_hashes:
+            mask = self.slots.ranks[rank].mask
             for blocks, ranks in self.index.match_sets(local_hashes)[0]:
-                if blocks << 3 == size and ranks & mask:
+                if blocks >= known and ranks & mask:
                     return
-        self.routed.add(rank, local_hashes, names, now)
+        self.routed.add(rank, local_hashes, prompt.sequence_hashes(), now, known)
 
     def not_computed(self, reservation: Reservation) -> None:
         """Undo `assume_cached` for a reservation, whose rank computed nothing of the prompt."""

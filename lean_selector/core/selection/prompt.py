@@ -12,6 +12,7 @@ class Prompt:
         "_sequence",
         "first_sequence_hash",
         "isl_tokens",
+        "known_blocks",
         "local_hashes",
         "lora_name",
         "sequence_count",
@@ -25,7 +26,11 @@ class Prompt:
         first_sequence_hash: bytes,
         sequence: bytes | Callable[[], bytes],
         lora_name: str | None = None,
+        known_blocks: int | None = None,
     ) -> None:
+        """`known_blocks`: how many leading blocks have hashes of the prompt; the hashes of the
+        others are random. None: all."""
+        self.known_blocks = sequence_count if known_blocks is None else known_blocks
         self.isl_tokens = isl_tokens
         self.local_hashes = local_hashes
         self.sequence_count = sequence_count
@@ -42,6 +47,7 @@ class Prompt:
             self.first_sequence_hash,
             self._sequence,
             self.lora_name,
+            self.known_blocks,
         )
 
     def forget_likeness(self, draw: Callable[[int], bytes]) -> None:

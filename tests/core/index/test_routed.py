@@ -162,6 +162,21 @@ def runs_below(run: ActiveRun) -> Iterator[ActiveRun]:
         yield from runs_below(child)
 
 
+def test_what_no_event_can_report_of_a_prompt_is_not_waited_for() -> None:
+    """Its last blocks have random hashes, where only the beginning of a prompt is known."""
+    prompts = routed(until_events=True)
+    local = pack([1, 2, 901, 902])
+    names = sequence_hashes_bytes(local)
+    prompts.add(A, local, names, 0.0, 2)
+    prompts.stored(A, pack([1]))
+    assert believed(prompts, [1, 2, 3]) == {A: 2}
+    prompts.stored(A, pack([2]))
+    assert prompts.index.is_empty
+    prompts.add(A, local, names, 1.0, 2)
+    prompts.take_back(A, names)
+    assert prompts.index.is_empty
+
+
 def test_an_index_beside_another_numbers_ranks_alike_and_holds_its_own() -> None:
     index = KvIndex(16)
     prompts = RoutedPrompts(index.beside(), TTL_S)

@@ -3,6 +3,7 @@
 from itertools import combinations, islice
 
 from lean_selector.core.index.shapes import Tier, Watermark
+from lean_selector.core.selection.prompt import Prompt
 from tests.support.driven_selector import DrivenSelector, pack
 
 WORKERS = range(1, 13)
@@ -40,6 +41,22 @@ def test_a_rank_that_is_gone_is_emptied_without_effect() -> None:
     before = partition.order.moved
     partition.emptied(99, 0)
     assert partition.order.moved == before
+
+
+def test_what_events_have_reported_of_a_prompt_is_not_assumed() -> None:
+    """Also where its other blocks are unknown."""
+    for known, assumed in ((2, 0), (3, 4)):
+        driven = DrivenSelector(use_kv_events=True, predicted_ttl_s=100.0)
+        for worker_id in (1, 2):
+            driven.register(worker_id, kv_events_endpoint="tcp://w:1")
+        partition, hashes = driven.partition, pack([1, 2, 8, 9])
+        partition.index.store(1, 0, Tier.DEVICE, None, [11, 12], hashes[:16])
+        prompt = Prompt(16, hashes, 4, hashes[:8], hashes, None, known)
+        for worker_id in (1, 2):
+            partition.assume_cached((worker_id, 0), prompt, driven.now)
+        assert partition.predicted is not None
+        assert partition.predicted.blocks(1, 0, Tier.DEVICE) == assumed
+        assert partition.predicted.blocks(2, 0, Tier.DEVICE) == 4
 
 
 def test_what_was_recovered_is_dropped_unless_its_worker_is_here() -> None:
