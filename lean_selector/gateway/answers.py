@@ -75,7 +75,7 @@ class Usage:
         except (msgspec.DecodeError, RecursionError):
             return
         for name, count in _COUNTS.items():
-            value = bytes(fields.get(name, b""))
+            value = bytes(fields.get(name, _NONE))
             if value.isdigit() and len(value) <= _MOST_DIGITS and int(value) <= self._most_tokens:
                 self._counts[count] = int(value)
 
