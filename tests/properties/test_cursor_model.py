@@ -42,26 +42,40 @@ class Batch(NamedTuple):
 
 
 class Engine:
-    """One after the other at the same endpoints; each counts from 0. No two publish the same."""
+    """One after the other at the same endpoints; each counts from 0. No two publish the same.
 
-    def __init__(self, dice: random.Random, keeps: int, *, has_copies: bool) -> None:
+    Each of its groups of layers has its own copies. It has a block if all groups have it."""
+
+    def __init__(
+        self, dice: random.Random, keeps: int, *, has_copies: bool, groups: int = 1
+    ) -> None:
         self._dice = dice
         self.has_copies = has_copies
         self._keeps = keeps
+        self._groups = range(groups)
         self._born = 0
         self.restart()
 
     def restart(self) -> None:
         self._born += 1
         self._seq = 0
-        self.copies: Held = Counter()
+        self._copies: list[Held] = [Counter() for _ in self._groups]
         self.kept: list[Batch] = []
+
+    @property
+    def copies(self) -> Held:
+        each = iter(self._copies)
+        held = next(each)
+        for other in each:
+            held = held & other
+        return +held
 
     def publish(self) -> Batch:
         events: list[list[Any]] = []
         if self._seq:
-            while len(events) < 3 and self._dice.random() < 0.7:
-                self._change(events)
+            for _ in range(3):
+                if self._dice.random() < 0.6:
+                    self._change(events)
         payload = msgspec.msgpack.encode([self._born + self._seq / 1e6, events, 0])
         batch = Batch(self._seq, payload)
         self._seq += 1
@@ -70,30 +84,32 @@ class Engine:
         return batch
 
     def _change(self, events: list[list[Any]]) -> None:
-        dice, copies, draw = self._dice, self.copies, self._dice.random()
+        dice, draw, copies = self._dice, self._dice.random(), self.copies
         held = {block for tier, block in copies if tier is Tier.DEVICE}
         if draw < 0.03:
-            copies.clear()
+            for each in self._copies:
+                each.clear()
             events.append(["AllBlocksCleared"])
-        elif draw < 0.5 and copies:
+        elif draw < 0.5:
+            group = dice.choice(self._groups)
             # As engines do, it evicts no block on which others on the device depend.
             needed = {(Tier.DEVICE, parent_of(block)) for block in held}
-            tier, block = dice.choice(sorted(copies.keys() - needed) or sorted(copies))
-            copies.subtract([(tier, block)])
-            if (tier, block) in needed and not copies[tier, block]:
-                copies[tier, block] += 1
-                return
-            self.copies = +copies
-            events.append(["BlockRemoved", [block], MEDIA[tier]])
+            mine = self._copies[group]
+            free = [place for place in sorted(+mine) if place not in needed or copies[place] > 1]
+            if free:
+                tier, block = dice.choice(free)
+                mine[tier, block] -= 1
+                events.append(["BlockRemoved", [block], MEDIA[tier], group])
         else:
             block, tier = dice.randrange(1, BLOCKS), dice.choice(list(MEDIA))
             parent = parent_of(block)
             is_orphan = tier is Tier.DEVICE and parent is not None and parent not in held
-            if is_orphan or (copies[tier, block] and not self.has_copies):
-                self.copies = +copies
-                return
-            copies[tier, block] += 1
-            events.append(["BlockStored", [block], parent, [block] * 2, 2, None, MEDIA[tier]])
+            if not is_orphan and (self.has_copies or not copies[tier, block]):
+                for group, mine in enumerate(self._copies):
+                    mine[tier, block] += 1
+                    of = group, "full_attention"
+                    fields = [block] * 2, 2, None, MEDIA[tier], None, None, *of
+                    events.append(["BlockStored", [block], parent, *fields])
 
 
 class Listener:
@@ -200,9 +216,10 @@ class Listener:
 class Walk:
     """What happens, as a seed says."""
 
-    def __init__(self, seed: int, *, has_copies: bool) -> None:
-        self._dice = random.Random(seed)
-        self.engine = Engine(self._dice, self._dice.choice([2, 5, 50]), has_copies=has_copies)
+    def __init__(self, seed: int, *, has_copies: bool, groups: int) -> None:
+        self._dice = dice = random.Random(seed)
+        keeps = dice.choice([2, 5, 50])
+        self.engine = Engine(dice, keeps, has_copies=has_copies, groups=groups)
         self.listener = Listener()
         self._is_up = False
         for _ in range(self._dice.randrange(5, 80)):
@@ -262,13 +279,16 @@ def bounds(is_low: bool) -> Iterator[None]:
         yield
 
 
-@given(seed=st.integers(0, 2**32), has_copies=st.booleans(), is_low=st.sampled_from([0, 0, 1]))
+SEEDS, GROUPS = st.integers(0, 2**32), st.sampled_from([1, 1, 2])
+
+
+@given(SEEDS, st.booleans(), GROUPS, st.sampled_from([False, False, True]))
 @settings(max_examples=700)
 def test_a_source_holds_what_its_state_says_of_what_its_engine_holds(
-    seed: int, has_copies: bool, is_low: int
+    seed: int, has_copies: bool, groups: int, is_low: bool
 ) -> None:
-    with bounds(bool(is_low)):
-        walk = Walk(seed, has_copies=has_copies)
+    with bounds(is_low):
+        walk = Walk(seed, has_copies=has_copies, groups=groups)
     cursor, there, held = walk.listener.cursor, walk.engine.copies, walk.listener.held()
     if cursor.state is SourceState.LIVE:
         assert held == there

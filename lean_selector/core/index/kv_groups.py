@@ -67,7 +67,8 @@ class GroupReports:
         if self._first is not None and len(self._groups) > 1:
             self._ahead.clear()
             for earlier, kind, names in self._first:
-                self._count_all(earlier, kind, names)
+                if earlier in self._groups:
+                    self._count_all(earlier, kind, names)
 
     def leave(self, group: int) -> None:
         """Record that prefix matching does not rely on a group's blocks."""
@@ -78,14 +79,18 @@ class GroupReports:
     def leading(self, group: int | None, kind: int, names: bytes) -> bytes:
         """Record a report. Returns those of its names that no other group has reported before. A
         report without a group, or of a group that has stored nothing, counts in any case."""
-        if group is None or group not in self._groups:
+        if group is None:
             return names
         if self._first is not None:
             self._first.append((group, kind, names))
             if len(self._first) > _MOST_FIRST:
                 self._first = None
-                self.only = group if len(self._groups) == 1 else -1
-        return names if len(self._groups) == 1 else self._count_all(group, kind, names)
+        if group not in self._groups:
+            return names
+        if len(self._groups) == 1:
+            self.only = group if self._first is None else -1
+            return names
+        return self._count_all(group, kind, names)
 
     def is_following(self, group: int | None, kind: int, names: bytes) -> bool:
         """Whether other groups have reported all these names before. Records nothing."""

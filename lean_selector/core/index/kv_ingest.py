@@ -206,6 +206,7 @@ class KvIngest:
                 rank = self._index.learn((self.worker_id, dp_rank))
                 rank.is_prefix_group, rank.reports_hits = groups, reports_hits
                 self._is_uncounted = delivery.is_copied
+                early.forgive(dp_rank)
                 self.counts.cleared += 1
                 has_cleared = True
         return has_cleared
@@ -512,8 +513,7 @@ class KvIngest:
     def _take(self, key: RankKey, tier: Tier, names: bytes) -> int:
         """Remove blocks. Returns how many were dropped. Those that are not held are owed, if they
         may be in a batch that is missing."""
-        turn = self._delivery.turn
-        if turn is _IN_TURN or turn is Turn.AGAIN:
+        if self._delivery.turn is _IN_TURN:
             return self._index.remove_blocks(key, tier, names)
         removed = 0
         for at in range(0, len(names), 8):
@@ -552,13 +552,31 @@ class KvIngest:
         tier: Tier,
         names: bytes,
     ) -> None:
-        if event.group_idx is not None and event.group_idx != rank.reports.only:
-            names = rank.reports.leading(event.group_idx, tier << 1 | 1, names)
+        group = event.group_idx
+        if group is not None and group != rank.reports.only:
+            names = self._leading_removals(key, rank, group, tier, names)
         self.counts.removed += event.events
         self.counts.blocks_removed += self._take(key, tier, names)
         if rank.salts:
             hashes = u64s(len(names) >> 3).unpack(names)
             self._forget_salts_of(key, rank, tier, hashes)
+
+    def _leading_removals(
+        self, key: RankKey, rank: LearnedFacts, group: int, tier: Tier, names: bytes
+    ) -> bytes:
+        """Return which names of a group's removal no other group has removed before. A block that
+        is not held, and in no batch that may come, does not count: other groups may have removed it
+        before the first batch that we know."""
+        reports, kind = rank.reports, tier << 1 | 1
+        if self._delivery.turn is _IN_TURN:
+            counting: list[bytes] = []
+            for at in range(0, len(names), 8):
+                name = names[at : at + 8]
+                is_held = self._index.knows(key, tier, int.from_bytes(name, "little"))
+                if is_held or reports.is_following(group, kind, name):
+                    counting.append(name)
+            names = b"".join(counting)
+        return reports.leading(group, kind, names)
 
     def _forget_salts_of(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, hashes: Sequence[int]

@@ -102,6 +102,11 @@ class OutOfTurn:
             self._owed.popitem(last=False)
             self.has_forgotten = True
 
+    def forgive(self, dp_rank: int) -> None:
+        """Owe nothing for a rank, because all of its blocks were dropped."""
+        for key in [key for key in self._owed if key[0] == dp_rank]:
+            del self._owed[key]
+
     def pay(self, dp_rank: int, tier: int, names: bytes) -> bytes:
         """Return the names, of those just stored (8 bytes each), whose removal is owed."""
         if not self._owed:
