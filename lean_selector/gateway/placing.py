@@ -160,7 +160,7 @@ class Chooser:
             placement.worker_id,
             placement.dp_rank if has_ranks else None,
             routed.prompt.isl_tokens - placement.effective_prefill_tokens,
-            routed.known_tokens,
+            routed.prompt.known_blocks * partition.block_size,
         )
         if rank is not None:
             counts = rank.counts
@@ -229,9 +229,9 @@ class Reservation(WorkerLease):
         worker_id: int,
         dp_rank: int | None,
         overlap_tokens: int,
-        known_tokens: int | None,
+        known_tokens: int,
     ) -> None:
-        """`known_tokens`: the number of prompt tokens in blocks with known hashes (None: all)."""
+        """`known_tokens`: the number of prompt tokens in blocks with known hashes."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id

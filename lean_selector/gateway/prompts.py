@@ -50,7 +50,6 @@ class Routed:
     # Called with the numbers of prompt and answer tokens, which are learned from.
     on_lengths: Callable[[int, int], None] | None = None
     takes_reports: bool = True  # `vllm_xargs` are accepted on its path
-    known_tokens: int | None = None  # prompt tokens whose blocks are known; None: all
 
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
@@ -111,9 +110,7 @@ class Prompts:
         chain = None
         if request.why_not is None and request.kind != Kind.IDS:
             chain = Chain(served, lora_name, request)
-        prompt, why_not, known = yield from self._prompt(
-            request, served, lora_name, worker_ids, chain
-        )
+        prompt, why_not = yield from self._prompt(request, served, lora_name, worker_ids, chain)
         if is_unmarked and why_not is None:
             why_not = UNMARKED
         if why_not is not None:
@@ -144,7 +141,6 @@ class Prompts:
             else lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
             is_sent_once=engine_field is not None,
             takes_reports=request.kind in COMPLETIONS,
-            known_tokens=None if why_not is None else len(known) // 8 * served.block_size,
         )
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
@@ -197,19 +193,19 @@ class Prompts:
         lora_name: str | None,
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
-    ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """Returns (prompt, None, b""). If not all hashes are known: (prompt, why, known hashes)."""
+    ) -> Steps[tuple[Prompt, Unknown | None]]:
+        """Returns the prompt, and why not all of its hashes are known; None if they are."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
-            return _guessed(b"", tokens, served.block_size, lora_name), request.why_not, b""
+            return _guessed(b"", tokens, served.block_size, lora_name), request.why_not
         if chain is None:
             seed = hash_seed(lora_name, request.salt)
             hashes = any_local_hashes(request.ids, served.block_size, seed, None, served.is_eagle)
-            return _prompt_of(hashes, len(request.ids) // 4, lora_name), None, b""
+            return _prompt_of(hashes, len(request.ids) // 4, lora_name), None
         known = self.memory.look(chain)
         if known.is_whole:
-            return _prompt_of(known.hashes, known.tokens, lora_name), None, b""
+            return _prompt_of(known.hashes, known.tokens, lora_name), None
         why_not = BEGINNING if known.hashes else NEW
         ask_from = self._settings.ask_from_bytes
         if request.kind not in COMPLETIONS and self._learns:
@@ -226,9 +222,8 @@ class Prompts:
                 why_not = error.unknown
             else:
                 hashes = self.memory.learn(chain, tokens_packed)
-                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), None, b""
-        prompt = _guessed(known.hashes, known.tokens, served.block_size, lora_name)
-        return prompt, why_not, known.hashes
+                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), None
+        return _guessed(known.hashes, known.tokens, served.block_size, lora_name), why_not
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
         """Returns a function that gets an answer's token ids and stores the prompt's hashes."""
