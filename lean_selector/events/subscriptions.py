@@ -67,7 +67,7 @@ class KvSubscriptions:
                 dp_rank,
                 partition.emptied,
                 partition.is_eagle,
-                None if partition.predicted is None else partition.stored,
+                None if partition.routed is None else partition.routed.stored,
             ),
             source.endpoint,
             source.replay_endpoint,

@@ -99,7 +99,7 @@ class KvIngest:
         dp_rank: int,
         on_emptied: Callable[[int, int], None] | None = None,
         is_eagle: bool = False,
-        on_stored: Callable[[int, int, bytes], None] | None = None,
+        on_stored: Callable[[RankKey, bytes], None] | None = None,
     ) -> None:
         """`on_emptied` is called with the worker id and the rank when all blocks of a rank are
         dropped; `on_stored` when it has stored device blocks, with their local hashes as well. With
@@ -379,7 +379,7 @@ class KvIngest:
             if self._is_announced(key, rank, parent, last, blocks, before):
                 rank.announced.append(u64s(blocks).unpack(names))
             if self._on_stored is not None:
-                self._on_stored(*key, local)
+                self._on_stored(key, local)
         self._count_stored(event.part, blocks)
         if salt is not None:
             hashes = u64s(blocks).unpack(names)

@@ -345,11 +345,6 @@ class Partition:
             names = self.slots.sequence_hashes_of(reservation)
             self.routed.take_back(reservation.rank.key, names)
 
-    def stored(self, worker_id: int, dp_rank: int, local_hashes: bytes) -> None:
-        """From now on, rely on events for prompts of which an event reported the last block."""
-        if self.routed is not None and self.predicted is not None:
-            self.routed.stored((worker_id, dp_rank), local_hashes)
-
     def emptied(self, worker_id: int, dp_rank: int) -> None:
         """Drop the blocks assumed cached on a rank, because the rank's engine lost its cache."""
         if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:
