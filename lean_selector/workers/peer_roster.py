@@ -78,6 +78,7 @@ class PeerRoster:
         self._found: dict[str, set[Place]] = {}
         self._known: dict[Place, KnownPeer] = {}
         self._urls: list[str] = []
+        self._tried: set[str] = set()  # the mesh's peers when refused ones were last tried again
 
     def known(self) -> list[KnownPeer]:
         return [self._known[place] for place in sorted(self._known)]
@@ -106,7 +107,8 @@ class PeerRoster:
 
     def look(self, now: float) -> None:
         """Removes peers that no target lists and whose grace period is over. Notices peers that
-        were removed over HTTP. Call this about twice a second."""
+        were removed over HTTP. Tries again what was refused, for too many peers for example, after
+        the mesh has changed. Call this about twice a second."""
         peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:
@@ -115,6 +117,11 @@ class PeerRoster:
                 del self._known[known.place]
                 if known.state == REGISTERED:
                     self.mesh.deregister_peer(known.endpoint)
+        if self._tried != set(self.mesh.peers()):
+            for known in self.known():
+                if known.state == REFUSED:
+                    self._join(known)
+            self._tried = set(self.mesh.peers())
         urls = [url for known in self.known() if (url := self._url(known)) is not None]
         if urls != self._urls:
             self._urls = urls
@@ -137,6 +144,8 @@ class PeerRoster:
             return
         try:
             known.state = REGISTERED if self.mesh.register_peer(endpoint) else KNOWN
+            known.error = None
         except SelectorError as error:
-            log.warning("discovered peer %s: %s", endpoint, error.message)
+            if known.error != error.message:
+                log.warning("discovered peer %s: %s", endpoint, error.message)
             known.state, known.error = REFUSED, error.message

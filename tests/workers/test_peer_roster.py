@@ -2,7 +2,7 @@
 
 import pytest
 
-from lean_selector.core.errors import BadRequest
+from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.workers.particulars import Place
 from lean_selector.workers.peer_roster import PeerRoster, is_own_address_here
 
@@ -16,12 +16,15 @@ class Mesh:
     def __init__(self) -> None:
         self.registered: list[str] = []
         self.urls: list[str] = []
+        self.room = 99
 
     def register_peer(self, endpoint: str) -> bool:
         if "refused" in endpoint:
             raise BadRequest("no")
         if endpoint in self.registered:
             return False
+        if len(self.registered) == self.room:
+            raise Conflict("full")
         self.registered.append(endpoint)
         return True
 
@@ -113,6 +116,19 @@ def test_who_is_removed_over_http_stays_away_until_found_anew(
 def test_a_peer_that_the_mesh_refuses_is_shown(mesh: Mesh, roster: PeerRoster) -> None:
     roster.found("one", [Place("refused", 1), A], [], 0.0)
     assert states(roster) == ["registered", "refused"]
+
+
+def test_who_is_refused_for_too_many_joins_when_another_has_left(
+    mesh: Mesh, roster: PeerRoster, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh.room = 1
+    roster.found("one", [A, B], [], 0.0)
+    assert states(roster) == ["registered", "refused"]
+    roster.found("one", [B], [], 1.0)
+    roster.look(1.0 + GRACE_S)
+    assert (states(roster), mesh.urls) == (["registered"], ["http://10.0.0.2:8092"])
+    assert roster.known()[0].error is None
+    assert caplog.text.count("full") == 1
 
 
 def test_an_address_is_our_own_if_it_can_be_bound() -> None:
