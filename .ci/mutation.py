@@ -68,7 +68,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "groups": (
         [f"{CORE}/index/kv_groups.py"],
-        ["tests/core/index/test_vllm_events.py", "tests/properties/test_vllm_model.py"],
+        ["tests/core/index/test_kv_groups.py", "tests/core/index/test_vllm_events.py"],
     ),
     "ledger": (
         [f"{CORE}/replication/ledger.py"],

@@ -76,11 +76,9 @@ class GroupReports:
             self._groups.remove(group)
             self._ahead.clear()
 
-    def leading(self, group: int | None, kind: int, names: bytes) -> bytes:
+    def leading(self, group: int, kind: int, names: bytes) -> bytes:
         """Record a report. Returns those of its names that no other group has reported before. A
-        report without a group, or of a group that has stored nothing, counts in any case."""
-        if group is None:
-            return names
+        report of a group that has stored nothing counts in any case."""
         if self._first is not None:
             self._first.append((group, kind, names))
             if len(self._first) > _MOST_FIRST:
@@ -92,9 +90,9 @@ class GroupReports:
             return names
         return self._count_all(group, kind, names)
 
-    def is_following(self, group: int | None, kind: int, names: bytes) -> bool:
+    def is_following(self, group: int, kind: int, names: bytes) -> bool:
         """Whether other groups have reported all these names before. Records nothing."""
-        if group is None or group not in self._groups or not self._ahead:
+        if group not in self._groups or not self._ahead:
             return False
         for at in range(0, len(names), 8):
             ahead = self._ahead.get((kind, names[at : at + 8]))

@@ -353,7 +353,7 @@ class KvIngest:
         first = int.from_bytes(names[:8], "little")
         counted = self._is_copy(key, rank, tier, parent, first)
         is_of_several = group is not None and group != rank.reports.only and counted
-        if is_of_several and group is not None:
+        if group is not None and is_of_several:
             rank.reports.join(group)
             if rank.reports.is_following(group, tier << 1, names):
                 rank.reports.leading(group, tier << 1, names)
@@ -367,7 +367,7 @@ class KvIngest:
         blocks = len(names) >> 3
         if self._delivery.turn is not _IN_TURN:
             self._pay(key, tier, names)
-        if is_of_several:
+        if group is not None and is_of_several:
             leading = rank.reports.leading(group, tier << 1, names)
             if len(leading) < len(names):  # other groups have stored the others before
                 there = {leading[at : at + 8] for at in range(0, len(leading), 8)}

@@ -78,6 +78,8 @@ def tell(cursor: KvCursor, step: str) -> None:
             assert held(cursor) == numbers
         case "held":
             assert held(cursor) == numbers
+        case "supersede":
+            cursor.supersede()
         case "fault":
             cursor.lose(is_missing=True)
         case "resume":
@@ -188,6 +190,19 @@ WITH_REPLAY = {
     ),
     "what a clear in a replay has taken along comes late": (
         f"{ASKED} replay 1 2: I A; clear; lag=2; replay 3 4; turn=LATE; end; state=live"
+    ),
+    "a clear in a replay without early batches leaves nothing missing": (
+        f"{NEW} replay 0 1; clear; lag=0; replay 2; turn=IN_ORDER; end; state=live complete_to=2"
+    ),
+    "where a replay replaces all blocks, what came early comes late": (
+        f"{NEW} live 3 5; supersede; lag=6; replay 0-3; turn=LATE; replay 4 5; turn=LATE;"
+        "replay 6; turn=IN_ORDER; end; state=live lost=0"
+    ),
+    "where a replay replaces all blocks, nothing else is missing": (
+        f"{NEW} supersede; lag=0; replay 0; turn=IN_ORDER"
+    ),
+    "what is asked for after an empty replay is compared with the batch before": (
+        f"{ASKED} live 5 8; end; ask; other 4: R"
     ),
     "a batch that could not be applied early comes late": (
         "live 0 2; fault; lost=1 lag=2; ask; replay 0-2: I A A; turn=LATE"
@@ -386,8 +401,8 @@ def test_batches_kept_beyond_the_limit_leave_a_gap_to_ask_for_again(
 
 def test_gaps_beyond_the_limit_are_lost_from_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cursor, "MAX_HOLES", 2)
-    cursor = play(KvCursor(can_replay=True), "live 0 3 5 7; lost=2 lag=2 gaps=3")
-    play(cursor, "ask; replay 0-7: I A A A A A A A; end; lost=2 state=degraded")
+    cursor = play(KvCursor(can_replay=True), "live 0 3; lose; live 5 7; lost=3 lag=2 gaps=3")
+    play(cursor, "ask; replay 0-7: I A A A A A A A; end; lost=3 state=degraded")
     again = play(KvCursor(can_replay=True), "live 0 3 5 7; ask; replay 0 1: I A; turn=AGAIN")
     play(again, "replay 2 3 4; turn=LATE")
 

@@ -98,6 +98,15 @@ KIND: dict[str, Any] = {"group_idx": 1, "kind": "full_attention"}
             id="a removal of such a group, packed",
         ),
         pytest.param(AllBlocksCleared(), (stored(1),), [1], [], id="a clear"),
+        pytest.param(
+            stored(1), (stored(5), stored(2, 1), stored(6)), [1, 2, 5, 6], [], id="one of several"
+        ),
+        pytest.param(
+            BlockStored([1, 2, 3], None, [1] * 6, 2, Tier.DEVICE),
+            (removed(3), removed(2)),
+            *([1], []),
+            id="removals of a chain",
+        ),
     ],
 )
 def test_what_comes_early_has_its_effect_once(
@@ -130,6 +139,30 @@ def test_what_is_left_stays_until_its_parent_comes_or_all_is_in_order() -> None:
     assert source.held() == [5]
 
 
+def test_each_removal_that_is_owed_takes_one_copy() -> None:
+    source = Source()
+    source.send(Turn.EARLY, 2, removed(1, 1))
+    source.send(Turn.LATE, 1, stored(1), stored(1), stored(1))
+    assert source.held() == [1]
+
+
+def test_a_clear_that_comes_late_ends_what_was_owed_before_the_rest_of_its_batch() -> None:
+    source = Source()
+    source.send(Turn.EARLY, 3, removed(1))
+    delivery = Delivery(1, Turn.LATE, is_copied=False)
+    source.ingest.apply(EventBatch(0, [AllBlocksCleared(), stored(1)], []), delivery)
+    assert source.held() == [1]
+
+
+def test_a_clear_of_another_rank_leaves_what_is_owed() -> None:
+    source = Source()
+    source.send(Turn.IN_ORDER, 0, stored(9), dp_rank=1)
+    source.send(Turn.EARLY, 2, removed(1))
+    source.send(Turn.EARLY, 3, AllBlocksCleared(), dp_rank=1)
+    source.send(Turn.LATE, 1, stored(1))
+    assert source.held() == []
+
+
 def test_what_another_batch_would_not_change_is_not_left() -> None:
     source = Source()
     source.send(Turn.EARLY, 2, stored(1, 1), stored(1, is_remote=True), removed(1, is_remote=True))
@@ -145,6 +178,12 @@ def test_what_is_left_is_bounded(early: list[Event], monkeypatch: pytest.MonkeyP
     assert not source.left.has_forgotten
     source.send(Turn.EARLY, 3, stored(3, 2), removed(2))
     assert (len(source.left), source.left.has_forgotten) == (2, True)
+    assert [source.left.has_left(batch) for batch in (2, 3)] == [False, True]
+    source.send(Turn.LATE, 1, stored(1), stored(2))
+    source.send(Turn.AGAIN, 3, stored(3, 2), removed(2))  # the newest is what is known
+    assert 2 not in source.held()
+    source.ingest.clear()
+    assert (len(source.left), source.left.has_forgotten) == (0, False)
 
 
 def test_a_clear_of_one_rank_of_several_is_not_repaired() -> None:
