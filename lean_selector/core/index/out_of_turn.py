@@ -18,12 +18,11 @@ and to remember early batches as an interval (a batch missing within was taken f
 
 from collections import OrderedDict
 from enum import Enum, auto
-from typing import Final
 
 # Bounds of what a source may owe or leave. Above, the oldest is forgotten, and a replay that then
 # brings missing batches leaves the source `degraded`.
-MOST_OWED: Final = 8192
-MOST_LEFT: Final = 8192
+MOST_OWED = 8192
+MOST_LEFT = 8192
 
 
 class Turn(Enum):
