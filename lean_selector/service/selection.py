@@ -128,22 +128,6 @@ class DumpAnswers:
 
 
 _THRESHOLD_FIELDS: Final = frozenset({"model", "tenant_id", "routing_group"})
-BODIES: Final[dict[str, Any]] = {
-    "/workers": WorkerRequest,
-    "/workers/{worker_id}": WorkerPatch,
-    "/select": SelectRequest,
-    "/select_and_reserve": SelectAndReserveRequest,
-    "/reservations": ReservationRequest,
-    "/potential_loads": ProjectionRequest,
-    "/overlap_scores": ProjectionRequest,
-}
-ANSWERS: Final[dict[str, Any]] = {
-    "/select": Selection,
-    "/select_and_reserve": Selection,
-    "/reservations": Booked,
-    "/loads": list[PartitionLoads],
-}
-
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's text for queued requests
 
 # Makes the answer for a placement.
@@ -187,34 +171,33 @@ class SelectionService(WorkerHandlers):
 
     def routes(self) -> tuple[Route, ...]:
         """Returns all routes of the selector."""
-        bodies, answers = self.bodies, self.answers
+        of = self._of
         return (
             with_warnings(Route("POST", "/workers", ADMIN, "workers",
                 "Register a worker, or replace its record",
-                self.register, body=bodies["/workers"], gives=WorkerRecord, status=201)),
+                self.register, body=of(WorkerRequest), gives=WorkerRecord, status=201)),
             with_warnings(Route("PATCH", "/workers/{worker_id}", ADMIN, "workers",
                 "Change fields of a worker; absent or null fields stay",
-                self.patch, body=bodies["/workers/{worker_id}"], gives=WorkerRecord)),
+                self.patch, body=of(WorkerPatch), gives=WorkerRecord)),
             Route("POST", "/select", WRITE, "selections",
                 "Choose a rank for a prompt; reserves nothing",
-                self.select, body=bodies["/select"], gives=answers["/select"], sheds=True),
+                self.select, body=of(SelectRequest), gives=of(Selection), sheds=True),
             Route("POST", "/select_and_reserve", WRITE, "selections",
                 "Choose a rank for a prompt, and reserve it",
-                self.select_and_reserve, body=bodies["/select_and_reserve"],
-                gives=answers["/select_and_reserve"], sheds=True),
+                self.select_and_reserve, body=of(SelectAndReserveRequest), gives=of(Selection),
+                sheds=True),
             Route("POST", "/reservations", WRITE, "reservations",
                 "Reserve a given rank, or the rank of an earlier `/select`",
-                self.reserve, body=bodies["/reservations"], gives=answers["/reservations"],
-                status=201),
+                self.reserve, body=of(ReservationRequest), gives=of(Booked), status=201),
             Route("GET", "/loads", READ, "loads",
                 "The load of each rank; `detail` adds the engine's own report",
-                self.loads, query=DETAILED_FIELDS, gives=answers["/loads"]),
+                self.loads, query=DETAILED_FIELDS, gives=of(list[PartitionLoads])),
             Route("POST", "/potential_loads", READ, "loads",
                 "The load of each rank with this prompt on it",
-                self.potential_loads, body=bodies["/potential_loads"], gives=list[RankLoadRow]),
+                self.potential_loads, body=of(ProjectionRequest), gives=list[RankLoadRow]),
             Route("POST", "/overlap_scores", READ, "index",
                 "Cached blocks of a prompt on each rank",
-                self.overlap_scores, body=bodies["/overlap_scores"], gives=OverlapScores),
+                self.overlap_scores, body=of(ProjectionRequest), gives=OverlapScores),
             Route("GET", "/dump", READ, "index", "The index, for --indexer-peers",
                 self.dump_of, query=self.dump_query, gives=dict),
             Route("POST", "/busy_threshold", ADMIN, "load shedding",
@@ -246,10 +229,12 @@ class SelectionService(WorkerHandlers):
 
     # -- differences of the 1.6 dialect --------------------------------------------------------
 
-    # Structs of bodies and answers that a dialect replaces, by path.
-    bodies: ClassVar[dict[str, Any]] = BODIES
-    answers: ClassVar[dict[str, Any]] = ANSWERS
+    # What a dialect has in place of types of bodies and answers.
+    replaces: ClassVar[dict[Any, Any]] = {}
     dump_query: ClassVar[frozenset[str]] = frozenset()
+
+    def _of(self, kind: Any) -> Any:
+        return self.replaces.get(kind, kind)
 
     def dump_of(self, query: Query | None = None) -> Answer:
         return self.dump()

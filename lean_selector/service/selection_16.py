@@ -19,9 +19,12 @@ from lean_selector.core.selection.shapes import (
     HINT,
     OUTLOOK,
     SELECT_AND_RESERVE,
+    Booked,
     OverlapScores,
+    PartitionLoads,
     Placement,
     RankOutlook,
+    Selection,
     SelectionRequest,
     WorkerLoad,
 )
@@ -42,32 +45,33 @@ from lean_selector.wire.selection_16_bodies import (
     WorkerPatch16,
     WorkerRequest16,
 )
-from lean_selector.wire.selection_bodies import PromptFields
+from lean_selector.wire.selection_bodies import (
+    ProjectionRequest,
+    PromptFields,
+    ReservationRequest,
+    SelectAndReserveRequest,
+    SelectRequest,
+    WorkerPatch,
+    WorkerRequest,
+)
 
-BODIES: Final[dict[str, Any]] = {
-    "/workers": WorkerRequest16,
-    "/workers/{worker_id}": WorkerPatch16,
-    "/select": SelectRequest16,
-    "/select_and_reserve": SelectAndReserveRequest16,
-    "/reservations": ReservationRequest16,
-    "/potential_loads": ProjectionRequest16,
-    "/overlap_scores": ProjectionRequest16,
-}
-
-
-ANSWERS: Final[dict[str, Any]] = {
-    "/select": Selection16,
-    "/select_and_reserve": Selection16,
-    "/reservations": Booked16,
-    "/loads": list[PartitionLoads16],
+REPLACES: Final[dict[Any, Any]] = {
+    WorkerRequest: WorkerRequest16,
+    WorkerPatch: WorkerPatch16,
+    SelectRequest: SelectRequest16,
+    SelectAndReserveRequest: SelectAndReserveRequest16,
+    ReservationRequest: ReservationRequest16,
+    ProjectionRequest: ProjectionRequest16,
+    Selection: Selection16,
+    Booked: Booked16,
+    list[PartitionLoads]: list[PartitionLoads16],
 }
 
 
 class SelectionService16(SelectionService):
     """The handlers of the API of Dynamo 1.6 (`--api 1.6`)."""
 
-    bodies: ClassVar[dict[str, Any]] = BODIES
-    answers: ClassVar[dict[str, Any]] = ANSWERS
+    replaces: ClassVar[dict[Any, Any]] = REPLACES
     dump_query: ClassVar[frozenset[str]] = DETAIL
 
     def dump_of(self, query: Query | None = None) -> Answer:
