@@ -26,7 +26,7 @@ PACKAGE = Path("lean_selector")
 DEPLOY = Path("deploy")  # lies inside the package in a wheel: see lean_selector/tools/recipes.py
 # Where the time of a request or of an event goes. Commands and wiring run once; the client and the
 # publisher are part of other programs.
-ROOMS = {"core", "wire", "http", "service", "events", "replicas", "gateway"}
+ROOMS = {"core", "wire", "http", "api", "links", "events", "gateway"}
 # Modules that the rule would take, and why they stay interpreted.
 _OF_LOGGING = "its classes are kinds of logging's, whose instances mypyc lays out a second time"
 _OF_RAW = "msgspec.Raw is a kind of bytes to mypy, and none when it runs"
@@ -34,7 +34,7 @@ EXCEPTIONS: dict[str, str] = {
     "lean_selector/gateway/access_logs.py": "not on the way of a request; its tests set its bounds",
     "lean_selector/gateway/model_request.py": _OF_RAW,
     "lean_selector/gateway/prompt_values.py": _OF_RAW,
-    "lean_selector/service/logs.py": _OF_LOGGING,
+    "lean_selector/api/logs.py": _OF_LOGGING,
 }
 
 

@@ -55,7 +55,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{CORE}/selection/queue.py"],
         [
             *(f"tests/core/selection/test_{name}.py" for name in ("queue", "selector")),
-            "tests/service/test_queue.py",
+            "tests/api/test_queue.py",
             "tests/properties/test_queue_model.py",
         ],
     ),

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from lean_selector.client import SyncKvRouter as SyncKvRouter
     from lean_selector.core.hashing import block_hashes as block_hashes
     from lean_selector.core.hashing import sequence_hashes as sequence_hashes
-    from lean_selector.inprocess.dialect import SelectionCacheConfig as SelectionCacheConfig
-    from lean_selector.inprocess.dialect import SelectionServiceError as SelectionServiceError
-    from lean_selector.inprocess.service import SelectionService as SelectionService
+    from lean_selector.embedded.dialect import SelectionCacheConfig as SelectionCacheConfig
+    from lean_selector.embedded.dialect import SelectionServiceError as SelectionServiceError
+    from lean_selector.embedded.service import SelectionService as SelectionService
     from lean_selector.publisher import KvEventPublisher as KvEventPublisher
 
 __version__ = "0.1.0"
@@ -36,9 +36,9 @@ _HOME = {
     "KvPushRouter": "lean_selector.client",
     "KvRouter": "lean_selector.client",
     "KvRouterConfig": "lean_selector.client",
-    "SelectionCacheConfig": "lean_selector.inprocess.dialect",
-    "SelectionService": "lean_selector.inprocess.service",
-    "SelectionServiceError": "lean_selector.inprocess.dialect",
+    "SelectionCacheConfig": "lean_selector.embedded.dialect",
+    "SelectionService": "lean_selector.embedded.service",
+    "SelectionServiceError": "lean_selector.embedded.dialect",
     "SyncKvRouter": "lean_selector.client",
     "block_hashes": "lean_selector.core.hashing",
     "sequence_hashes": "lean_selector.core.hashing",

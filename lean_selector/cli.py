@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Final, TypeVar
 
 from lean_selector import __version__
+from lean_selector.app.flags import OneLineParser, add_flags, load
 from lean_selector.build_info import form
-from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
 # The module with `main` for each command; imported when the command is used.
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _gateway(arguments[1:])
     if arguments and not arguments[0].startswith("-"):
         return _no_command(arguments[0])
-    from lean_selector.server.selector_flags import SelectorConfig
+    from lean_selector.app.selector_flags import SelectorConfig
 
     return _served(
         "lean-selector",
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "and `tune` settings on the decisions of a service, `check` finds what is wrong, `keys` "
         "makes keys to encrypt with, `deploy` prints files to run it with.",
         SelectorConfig,
-        ("lean_selector.server.selector_process", "run_selector"),
+        ("lean_selector.app.selector_process", "run_selector"),
         arguments,
     )
 
@@ -72,14 +72,14 @@ def _no_command(word: str) -> int:
 
 
 def _gateway(arguments: Sequence[str]) -> int:
-    from lean_selector.server.gateway_flags import GatewayConfig
+    from lean_selector.app.gateway_flags import GatewayConfig
 
     return _served(
         "lean-selector gateway",
         "An OpenAI-compatible proxy in front of workers: sends each request to the one that is "
         "expected to produce the first token earliest, given the workers' caches and load.",
         GatewayConfig,
-        ("lean_selector.server.gateway_process", "run_gateway"),
+        ("lean_selector.app.gateway_process", "run_gateway"),
         arguments,
     )
 
@@ -87,14 +87,14 @@ def _gateway(arguments: Sequence[str]) -> int:
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     """Runs the slot tracker, which tracks active requests by rank. Returns the exit status."""
     hold_standard_streams()
-    from lean_selector.server.service_flags import TrackerConfig
+    from lean_selector.app.service_flags import TrackerConfig
 
     return _served(
         "lean-slot-tracker",
         "Tracks active requests by worker rank: an independent service for routers that choose "
         "for themselves.",
         TrackerConfig,
-        ("lean_selector.server.slot_tracker_process", "run_slot_tracker"),
+        ("lean_selector.app.slot_tracker_process", "run_slot_tracker"),
         argv,
     )
 
@@ -118,7 +118,7 @@ def _served(
     add_flags(parser, configured, briefly="--help-all" not in arguments)
     config = load(parser, configured, arguments, os.environ)
 
-    from lean_selector.server.host import StartError
+    from lean_selector.app.host import StartError
 
     module, function = run
     serve: Callable[[Config], None] = getattr(import_module(module), function)

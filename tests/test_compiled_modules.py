@@ -35,7 +35,7 @@ def compiled() -> list[str]:
 
 ON_THE_WAY_OF_A_REQUEST = {
     *("core.hashing", "core.index.kv_index", "core.load.slots", "core.selection.selector"),
-    *("http.protocol", "service.gate", "service.selection", "wire.prompt_forms"),
+    *("http.protocol", "api.gate", "api.selection", "wire.prompt_forms"),
 }
 
 

@@ -27,7 +27,7 @@ ALLOWED = {
     ("tasks.py", "supervise", "create_task"): "the task logs, counts and begins again itself",
     ("tasks.py", "watched", "create_task"): "_look_at sees to each of them",
     # tasks with an owner
-    ("server/host.py", "HttpServer.serve", "create_task"): (
+    ("app/host.py", "HttpServer.serve", "create_task"): (
         "the tick: serve waits for its end, which stops the service, and raises what it raised"
     ),
     ("tasks.py", "stepped", "create_task"): (
@@ -36,7 +36,7 @@ ALLOWED = {
     ("http/listener.py", "Listener._accept", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
-    ("inprocess/service.py", "Running.in_time.begin", "create_task"): (
+    ("embedded/service.py", "Running.in_time.begin", "create_task"): (
         "how it ended is carried to who waits in another loop, by `tell`"
     ),
     ("client/drivers.py", "Driver.book", "create_task"): (
@@ -57,20 +57,20 @@ ALLOWED = {
     ("client/drivers.py", "_end", "run_coroutine_threadsafe"): (
         "close() raises what it raised; of a client that is dropped there is nobody to tell"
     ),
-    ("server/gateway_process.py", "Front.close", "to_thread"): "awaited by the stop",
+    ("app/gateway_process.py", "Front.close", "to_thread"): "awaited by the stop",
     ("tools/demo.py", "Demo._traffic", "create_task"): "_watch waits for and raises for them",
     ("tools/simulation.py", "Simulation._submit", "submit"): (
         "no executor: the queue of an engine in virtual time"
     ),
     # threads
-    ("service/logs.py", "LineWriter.__init__", "Thread"): (
+    ("api/logs.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
     ),
     ("tasks.py", "in_thread", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),
-    ("workers/finders.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
+    ("discovery/finders.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
     ("gateway/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (
         "its work is begun in `tokens`"
     ),

@@ -21,9 +21,9 @@ from lean_selector.core.index.shapes import Watermark
 from lean_selector.events.batch_work import BatchWork
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_sockets import live_frames, open_live, open_replay, replay_frames
-from lean_selector.events.link import LinkState
-from lean_selector.events.links import Links
 from lean_selector.events.source_watch import GRACE_S, SourceWatch, condition
+from lean_selector.links.link import LinkState
+from lean_selector.links.links import Links
 from lean_selector.tasks import supervise
 from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import zmq
 
-from lean_selector.events.link import Link
-from lean_selector.events.links import Links
+from lean_selector.links.link import Link
+from lean_selector.links.links import Links
 from lean_selector.wire.kv_events import MAX_BATCH_BYTES
 
 _SEQ = struct.Struct(">Q")

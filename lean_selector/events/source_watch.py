@@ -9,7 +9,7 @@ from typing import Final
 
 from lean_selector.core.index.kv_cursor import KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.events.link import Link, LinkState
+from lean_selector.links.link import Link, LinkState
 
 # No warning is logged until a source has been unreachable, silent although its rank has work, or
 # without a replay for this many seconds.

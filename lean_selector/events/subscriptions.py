@@ -20,8 +20,8 @@ from lean_selector.core.selection.shapes import Source
 from lean_selector.core.zmq_endpoints import zmq_key
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvListener
-from lean_selector.events.links import Links
 from lean_selector.events.source_watch import GRACE_S
+from lean_selector.links.links import Links
 from lean_selector.tasks import supervise
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
 

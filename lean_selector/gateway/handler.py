@@ -12,6 +12,8 @@ from time import monotonic
 from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
 
+from lean_selector.api.access import OPEN, READ, WRITE, AccessTokens, Role, refusal_of
+from lean_selector.api.logs import ACCESS_LOG
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import (
     id_line,
@@ -31,8 +33,6 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply
-from lean_selector.service.access import OPEN, READ, WRITE, AccessTokens, Role, refusal_of
-from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
 log = logging.getLogger(ACCESS_LOG)
@@ -68,7 +68,7 @@ def http_refusal(error: HttpError) -> bytes:
 
 
 class Spans(Protocol):
-    """Traces requests with OpenTelemetry (`server/otlp_spans.py` implements this)."""
+    """Traces requests with OpenTelemetry (`app/otlp_spans.py` implements this)."""
 
     def begin(self, proxied: ProxiedRequest) -> None: ...
 

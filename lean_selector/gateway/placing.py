@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from lean_selector.api.exposition import RouteMeter
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
@@ -38,7 +39,6 @@ from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
-from lean_selector.service.exposition import RouteMeter
 from lean_selector.tasks import Steps, stepped
 
 log = logging.getLogger("lean_selector.gateway")

@@ -12,6 +12,9 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
+from lean_selector.api.access import WRITE, Refusal
+from lean_selector.api.replies import Answer, LaterReply, Queued, is_json
+from lean_selector.api.routes import Route
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
@@ -28,9 +31,6 @@ from lean_selector.gateway.prompts import Routed
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
 from lean_selector.http.urls import endpoint_url
-from lean_selector.service.access import WRITE, Refusal
-from lean_selector.service.replies import Answer, LaterReply, Queued, is_json
-from lean_selector.service.routes import Route
 from lean_selector.tasks import watched
 from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest

@@ -24,11 +24,11 @@ from lean_selector.core.replication.events import ReplicaSequences, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.zmq_endpoints import check_endpoint
-from lean_selector.events.curve_keys import CurveClient, CurveGate
-from lean_selector.events.link import check_link
-from lean_selector.events.links import Links
+from lean_selector.links.curve_keys import CurveClient, CurveGate
+from lean_selector.links.link import check_link
+from lean_selector.links.links import Links
+from lean_selector.links.pub_socket import ReplicaPub, ReplicaSyncError
 from lean_selector.replicas.peer_links import MAX_TURN_S, ReplicaLinks
-from lean_selector.replicas.pub_socket import ReplicaPub, ReplicaSyncError
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,

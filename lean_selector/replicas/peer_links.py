@@ -10,18 +10,17 @@ from functools import partial
 
 import zmq
 
-from lean_selector.events.curve_keys import CurveClient
 from lean_selector.events.ingest_turns import IngestTurns
-from lean_selector.events.link import Link, LinkState, Message
-from lean_selector.events.links import Links
+from lean_selector.links.curve_keys import CurveClient
+from lean_selector.links.link import Link, LinkState, Message
+from lean_selector.links.links import Links
+from lean_selector.links.pub_socket import MAX_MESSAGE_BYTES
 from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
 # Time slice per turn of the loop, for all peers together: HTTP waits a millisecond at most.
 MAX_TURN_S = 0.001
-# A message above this size disconnects the peer. An event that is merely too large is refused.
-MAX_MESSAGE_BYTES = 16 << 20
 
 
 class ReplicaLinks:

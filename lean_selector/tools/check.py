@@ -16,18 +16,19 @@ import msgspec
 import uvloop
 import zmq.asyncio
 
-from lean_selector.events.links import Links
-from lean_selector.events.names import Resolver
-from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
-from lean_selector.http.trust import Credentials, TokenFile, Trust
-from lean_selector.http.urls import Url, base_without_version
-from lean_selector.server.flags import refuse_dropped
-from lean_selector.service.judgements import (
+from lean_selector.api.judgements import (
     NO_REPLAY,
     Level,
     judge_selector,
     subject_of,
 )
+from lean_selector.app.flags import refuse_dropped
+from lean_selector.discovery.engine_questions import ask_engine
+from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
+from lean_selector.http.trust import Credentials, TokenFile, Trust
+from lean_selector.http.urls import Url, base_without_version
+from lean_selector.links.links import Links
+from lean_selector.links.names import Resolver
 from lean_selector.tools.check_judgements import judge_engine, judge_ports
 from lean_selector.tools.check_probes import Asked, Probes
 from lean_selector.tools.check_questions import (
@@ -41,7 +42,6 @@ from lean_selector.tools.check_questions import (
 from lean_selector.tools.service_process import within
 from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
-from lean_selector.workers.engine_questions import ask_engine
 
 # -- the order of questions ------------------------------------------------------------------------
 

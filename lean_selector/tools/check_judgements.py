@@ -3,10 +3,10 @@ requests."""
 
 from collections.abc import Iterator, Sequence
 
-from lean_selector.service.judgements import Level, subject_of
+from lean_selector.api.judgements import Level, subject_of
+from lean_selector.discovery.particulars import Particulars
 from lean_selector.wire.findings import Finding, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
-from lean_selector.workers.particulars import Particulars
 
 
 def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:

@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
+from lean_selector.api.judgements import Level, subject_of
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.urls import base_without_version
-from lean_selector.service.judgements import Level, subject_of
 from lean_selector.tools.check_questions import AskedSelector, NoReplay, NotASelector, Replays
 from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource

@@ -5,14 +5,14 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from lean_selector.api.judgements import Level
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
-from lean_selector.events.link import HTTP, is_greeting, said_at, why_unreachable
-from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
-from lean_selector.service.judgements import Level
+from lean_selector.links.link import HTTP, is_greeting, said_at, why_unreachable
+from lean_selector.links.links import Links
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
 from lean_selector.wire.fleet import Fleet

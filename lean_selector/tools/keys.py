@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lean_selector.events.curve_keys import KeyPair, check_curve, new_pair
+from lean_selector.links.curve_keys import KeyPair, check_curve, new_pair
 
 _PUBLIC = """\
 #   ZeroMQ CURVE **Public** Certificate, made by `lean-selector keys`

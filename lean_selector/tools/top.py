@@ -15,10 +15,10 @@ from typing import Final, TextIO
 
 import uvloop
 
-from lean_selector.events.names import Resolver
+from lean_selector.api.judgements import Level
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.http.trust import Credentials
-from lean_selector.service.judgements import Level
+from lean_selector.links.names import Resolver
 from lean_selector.tools.check import add_selector_arguments, patience, selector_credentials
 from lean_selector.tools.check_questions import AskedSelector, NotASelector
 from lean_selector.wire.findings import Finding

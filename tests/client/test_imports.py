@@ -26,7 +26,7 @@ def modules_after(code: str, *prelude: str) -> set[str]:
 )
 def test_what_engines_and_clients_use_imports_no_server(code: str) -> None:
     loaded = modules_after(code)
-    assert not loaded & {"uvloop", "httptools", "lean_selector.server.selector_process"}
+    assert not loaded & {"uvloop", "httptools", "lean_selector.app.selector_process"}
     assert ("httpx" in loaded) is ("client" in code)
     assert code != "import lean_selector" or not loaded & {"msgspec", "zmq", "xxhash"}
 

@@ -30,7 +30,7 @@ import pytest
 import zmq
 
 from lean_selector.client import KvRouter
-from lean_selector.workers.particulars import worker_id_of
+from lean_selector.discovery.particulars import worker_id_of
 from tests.client.tiny_model import VOCABULARY, write_model
 from tests.support.running_service import RunningService, free_port, wait_until
 

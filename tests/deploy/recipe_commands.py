@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from lean_selector.server.flags import FILE, fields_of
-from lean_selector.server.gateway_flags import GatewayConfig
-from lean_selector.server.selector_flags import SelectorConfig
+from lean_selector.app.flags import FILE, fields_of
+from lean_selector.app.gateway_flags import GatewayConfig
+from lean_selector.app.selector_flags import SelectorConfig
 from lean_selector.tools import check, recipes, replay, simulate, top
 from tests.support.configured import configured as configured_as
 

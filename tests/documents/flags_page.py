@@ -5,10 +5,10 @@
 
 from typing import Any, Final
 
-from lean_selector.server.flags import Field, fields_of
-from lean_selector.server.gateway_flags import GatewayConfig
-from lean_selector.server.selector_flags import SelectorConfig
-from lean_selector.server.service_flags import TrackerConfig
+from lean_selector.app.flags import Field, fields_of
+from lean_selector.app.gateway_flags import GatewayConfig
+from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.service_flags import TrackerConfig
 from tests.documents.pages import ROOT
 
 PAGE: Final = "docs/reference/flags.md"

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lean_selector import cli
-from lean_selector.server.flags import OneLineParser, add_flags
-from lean_selector.server.gateway_flags import GatewayConfig
-from lean_selector.server.selector_flags import SelectorConfig
-from lean_selector.server.service_flags import TrackerConfig
+from lean_selector.app.flags import OneLineParser, add_flags
+from lean_selector.app.gateway_flags import GatewayConfig
+from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.service_flags import TrackerConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
 from tests.deploy.recipe_commands import OTHERS_FLAGS, OUR_FLAGS, flags_of

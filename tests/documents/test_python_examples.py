@@ -179,7 +179,7 @@ def test_the_shim() -> None:
     """In a process of its own: it changes what can be imported."""
     program = SHIM + "print(SelectionService.__module__)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("lean_selector.inprocess.service\n", "")
+    assert (done.stdout, done.stderr) == ("lean_selector.embedded.service\n", "")
 
 
 def test_every_printed_example_is_one_of_these() -> None:

@@ -34,4 +34,4 @@ ray.shutdown()
 @pytest.mark.ray
 @needs_ray
 def test_every_process_of_the_cluster_finds_the_class() -> None:
-    assert "lean_selector.inprocess.service" in run(HOOK, SEEN).split()
+    assert "lean_selector.embedded.service" in run(HOOK, SEEN).split()

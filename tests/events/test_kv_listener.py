@@ -21,11 +21,11 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Watermark
 from lean_selector.events import kv_listener as kv_replay
-from lean_selector.events import link
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvListener
-from lean_selector.events.link import LinkState
-from lean_selector.events.links import MAX_WAITING_BYTES, Backlogs, Links
+from lean_selector.links import link
+from lean_selector.links.link import LinkState
+from lean_selector.links.links import MAX_WAITING_BYTES, Backlogs, Links
 from lean_selector.tasks import failures
 from tests.support.on_loop import DEADLINE_S, on_loop, until
 from tests.support.replaying_engine import BLOCK_SIZE, END, SERVED, SILENT, Engine

@@ -7,8 +7,8 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
 from lean_selector.events import subscriptions as module
 from lean_selector.events.kv_listener import KvListener
-from lean_selector.events.links import Links
 from lean_selector.events.subscriptions import KvSubscriptions
+from lean_selector.links.links import Links
 from tests.support.on_loop import faults, on_loop, until
 
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lean_selector.app.gateway_routes import AccessLogReaders
+from lean_selector.app.selector_flags import AccessLogsFlags
 from lean_selector.gateway import access_logs
 from lean_selector.gateway.access_logs import (
     EARLY_MEMORY_S,
@@ -30,8 +32,6 @@ from lean_selector.gateway.access_logs import (
     places_of,
 )
 from lean_selector.http.listener import UnixPath, inet_socket
-from lean_selector.server.gateway_routes import AccessLogReaders
-from lean_selector.server.selector_flags import AccessLogsFlags
 from loadtest.child_service import free_port
 from tests.support.driven_selector import DrivenSelector
 from tests.support.on_loop import on_loop, until

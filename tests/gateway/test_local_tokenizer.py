@@ -14,13 +14,13 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-from lean_selector.events.names import Resolver
 from lean_selector.gateway.engine_answers import NotTokenized
 from lean_selector.gateway.local_tokenizer import MOST_WAITING, ChatTemplate, LocalTokenizer
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.links.names import Resolver
 from tests.gateway.test_prompts import CHAT, TEXT, fleet_of, hashes
 from tests.support.on_loop import on_loop
 

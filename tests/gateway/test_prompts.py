@@ -11,7 +11,6 @@ import pytest
 from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.events.names import Resolver
 from lean_selector.gateway.answers import UNMARKABLE
 from lean_selector.gateway.engine_answers import FRESH_S, EngineAnswers
 from lean_selector.gateway.fleet import Fleet
@@ -25,6 +24,7 @@ from lean_selector.gateway.model_request import (
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.links.names import Resolver
 from lean_selector.tasks import finished
 from tests.gateway.talking_engine import (
     ADAPTER,

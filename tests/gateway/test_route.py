@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from lean_selector.api.gate import Gate
+from lean_selector.api.replies import LaterReply
 from lean_selector.core.errors import BadRequest, Unavailable, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import Booking, BusyThreshold
@@ -16,8 +18,6 @@ from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
-from lean_selector.service.gate import Gate
-from lean_selector.service.replies import LaterReply
 from tests.support.gates import NOW, selection_service
 from tests.support.on_loop import on_loop, until
 

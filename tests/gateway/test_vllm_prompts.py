@@ -17,11 +17,11 @@ import pytest
 import uvloop
 
 from lean_selector.core.hashing import local_hashes
-from lean_selector.events.names import Resolver
 from lean_selector.gateway.local_tokenizer import LocalTokenizer
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.links.names import Resolver
 from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine
 from tests.client.tiny_model import write_model
 from tests.gateway.test_local_tokenizer import SHIPPED, TEMPLATE

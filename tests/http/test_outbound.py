@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lean_selector.events.names import Resolver
 from lean_selector.http.client import MOST_HEAD_BYTES
 from lean_selector.http.outbound import (
     MOST_WAITING_BYTES,
@@ -19,6 +18,7 @@ from lean_selector.http.outbound import (
     SocketAddress,
 )
 from lean_selector.http.trust import Credentials, TokenFile, Trust
+from lean_selector.links.names import Resolver
 from tests.support.certificates import HOST, Authority, Files
 from tests.support.on_loop import DEADLINE_S, on_loop, until
 from tests.support.outbound_server import (

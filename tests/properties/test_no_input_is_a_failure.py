@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from lean_selector.api.bodies import MSGPACK
+from lean_selector.api.gate import Gate
 from lean_selector.http.response import JSON
-from lean_selector.service.bodies import MSGPACK
-from lean_selector.service.gate import Gate
 from tests.support.damage import damaged
 from tests.support.gates import answered, request, selection_gate, slot_tracker_gate
 from tests.support.recorded_cases import scenarios

@@ -8,7 +8,7 @@ import zmq.asyncio
 
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.events.curve_keys import CurveGate
+from lean_selector.links.curve_keys import CurveGate
 from lean_selector.replicas.mesh import HIGH_WATER_MARK, ReplicaSync
 from tests.support.bookings import changed, replica_event
 from tests.support.on_loop import DEADLINE_S, until

@@ -9,8 +9,8 @@ import pytest
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from lean_selector.events import link
-from lean_selector.events.curve_keys import CurveGate, KeyPair, new_pair
+from lean_selector.links import link
+from lean_selector.links.curve_keys import CurveGate, KeyPair, new_pair
 from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.wire.replica_frames import TOPIC
 from lean_selector.wire.replica_shapes import PeerState

@@ -13,13 +13,13 @@ import zmq.asyncio
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind
+from lean_selector.links.pub_socket import ReplicaSyncError
 from lean_selector.replicas.mesh import (
     HIGH_WATER_MARK,
     MAX_DUE_PER_TURN,
     MAX_EVENTS_PER_TURN,
     ReplicaSync,
 )
-from lean_selector.replicas.pub_socket import ReplicaSyncError
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.replicas.sync_replica import ANY_PORT, EVENT, Replica
 from tests.support.bookings import changed, replica_event

@@ -18,10 +18,10 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.events.links import Links
-from lean_selector.events.names import Resolver
 from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.links.links import Links
+from lean_selector.links.names import Resolver
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
 from lean_selector.replicas.recovery import Recovery, log_discarded

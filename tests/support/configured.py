@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from lean_selector.server.flags import OneLineParser, add_flags, load
+from lean_selector.app.flags import OneLineParser, add_flags, load
 
 T = TypeVar("T")
 

@@ -5,6 +5,17 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from lean_selector.api.application import metrics_route, openapi_route, page_routes
+from lean_selector.api.fleet import FleetView
+from lean_selector.api.gate import Gate
+from lean_selector.api.openapi_text import openapi_parts
+from lean_selector.api.routes import Route
+from lean_selector.api.selection import SelectionService
+from lean_selector.api.selection_16 import SelectionService16
+from lean_selector.api.shared_handlers import discovery_routes
+from lean_selector.api.slot_tracker_handlers import SlotTrackerService
+from lean_selector.api.ui import Events, Page
+from lean_selector.api.worker_handlers import ServiceState
 from lean_selector.core.replication.events import ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.queue import Timer
@@ -17,17 +28,6 @@ from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.service.application import metrics_route, openapi_route, page_routes
-from lean_selector.service.fleet import FleetView
-from lean_selector.service.gate import Gate
-from lean_selector.service.openapi_text import openapi_parts
-from lean_selector.service.routes import Route
-from lean_selector.service.selection import SelectionService
-from lean_selector.service.selection_16 import SelectionService16
-from lean_selector.service.shared_handlers import discovery_routes
-from lean_selector.service.slot_tracker_handlers import SlotTrackerService
-from lean_selector.service.ui import Events, Page
-from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition
 from tests.support.asked import Asked
 from tests.support.driven_selector import Sources

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from lean_selector.events.curve_keys import KeyPair, new_pair
+from lean_selector.links.curve_keys import KeyPair, new_pair
 from lean_selector.tools.keys import write_pair
 
 

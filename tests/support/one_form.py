@@ -10,7 +10,7 @@ MARK = "one_form"
 TESTS = Path(__file__).parents[1]
 ONE_FORM = {
     "client": "the client library is not compiled; its calls on a service are also those of"
-    " tests/inprocess and tests/service",
+    " tests/embedded and tests/api",
     "deploy/test_manifests.py": "reads manifests; what they start is started from the image too",
     "deploy/test_recipes.py": "reads files",
     "deploy/test_unit.py": "reads a unit; what it lets through is asked of the system",

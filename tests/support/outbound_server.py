@@ -8,9 +8,9 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from lean_selector.events.names import Resolver
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.http.trust import Credentials, TokenFile, Trust
+from lean_selector.links.names import Resolver
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -6,11 +6,11 @@ check."""
 import sys
 from functools import partial
 
+from lean_selector.app import selector_parts
 from lean_selector.cli import main
+from lean_selector.discovery import polls
 from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.replicas import recovery
-from lean_selector.server import selector_parts
-from lean_selector.workers import polls
 
 TUNED = "tests.support.tuned"
 

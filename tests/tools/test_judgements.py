@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lean_selector.service.judgements import (
+from lean_selector.api.judgements import (
     Level,
     can_be_chosen,
     judge_discoveries,
@@ -14,6 +14,7 @@ from lean_selector.service.judgements import (
     judge_source,
     judge_workers,
 )
+from lean_selector.discovery.particulars import Particulars
 from lean_selector.tools.check import table
 from lean_selector.tools.check_judgements import judge_engine, judge_ports
 from lean_selector.wire.discovery_states import (
@@ -24,7 +25,6 @@ from lean_selector.wire.discovery_states import (
 )
 from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow, WorkerHealthDetail
-from lean_selector.workers.particulars import Particulars
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
 REFUSED = "GET http://gpu:8000/v1/models: Connection refused"

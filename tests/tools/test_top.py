@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.service.judgements import Level
+from lean_selector.api.judgements import Level
 from lean_selector.tools.top import Screen, drawing, main
 from lean_selector.wire.findings import Finding
 from lean_selector.wire.fleet import Fleet, FleetModel, FleetRank, FleetWorker

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.service.bodies import LONG_BODY_BYTES, MSGPACK
+from lean_selector.api.bodies import LONG_BODY_BYTES, MSGPACK
 from lean_selector.wire.body_text import (
     COSTLY_BODY_BYTES,
     MOST_COSTLY_NUMBERS,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lean_selector.api.bodies import MSGPACK, BadBody, body_reader
 from lean_selector.core.errors import BadRequest
-from lean_selector.service.bodies import MSGPACK, BadBody, body_reader
 from lean_selector.wire.body_text import (
     LONG_PROMPT_BYTES,
     json_fault,

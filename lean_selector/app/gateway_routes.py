@@ -1,0 +1,169 @@
+"""Creates the handler of POST /route, the readers of access logs, and the prompt tokenizer."""
+
+import importlib
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lean_selector.api.exposition import Families
+from lean_selector.api.metrics import prompt_families
+from lean_selector.api.routes import Route
+from lean_selector.api.selection import SelectionService
+from lean_selector.app.host import StartError, os_reason
+from lean_selector.app.selector_flags import AccessLogsFlags
+from lean_selector.core.selection.selector import Selector
+from lean_selector.gateway.access_logs import (
+    LineReader,
+    LogEnds,
+    Senders,
+    access_log_families,
+    is_loopback,
+    place_of,
+    warn_of_a_short_queue,
+)
+from lean_selector.gateway.engine_answers import Tokenizer
+from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
+from lean_selector.gateway.prompts import Prompts
+from lean_selector.gateway.route import RouteHandler
+from lean_selector.http.listener import UnixPath, inet_socket
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.parts import Part
+
+if TYPE_CHECKING:
+    from lean_selector.app.decision_log import DecisionLog
+
+
+def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
+    """Returns the object that turns raw prompts into token ids. Raises StartError."""
+    if settings.mode is not Mode.LOCAL:
+        return Prompts(settings, fleet, client)
+    assert settings.tokenizer is not None
+    try:
+        module = importlib.import_module("lean_selector.gateway.local_tokenizer")
+        local: Tokenizer = module.LocalTokenizer(settings.tokenizer, settings.ask_timeout_s)
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f"--prompts local needs the package `{error.name}`: "
+            'pip install "lean-selector[tokenizers]"'
+        ) from None
+    except ValueError as error:
+        raise StartError(f"--prompts-tokenizer: {error}") from None
+    return Prompts(settings, fleet, client, local)
+
+
+# -- access logs ---------------------------------------------------------------------------------
+
+
+class AccessLogReaders:
+    """Reads gateways' access logs from sockets, and ends the reservations of logged requests."""
+
+    def __init__(
+        self,
+        config: AccessLogsFlags,
+        selector: Selector,
+        clock: Callable[[], float],
+        decisions: "DecisionLog | None" = None,
+    ) -> None:
+        """Opens the sockets. Raises StartError."""
+        served = None if decisions is None else decisions.served
+        self.ends = LogEnds(selector.reservations.free, selector.health.report, clock, served)
+        self._paths: list[UnixPath] = []
+        self._readers: list[LineReader] = []
+        senders = Senders(config.allowed)
+        try:
+            for text in config.places:
+                bound = self._bound(text, config)
+                self._readers.append(LineReader(bound, self.ends.take, self.ends.refuse, senders))
+        except BaseException:
+            self.close()
+            raise
+
+    def _bound(self, text: str, config: AccessLogsFlags) -> socket.socket:
+        place = place_of(text)
+        try:
+            if place.path is None:
+                bound = inet_socket(place.host, place.port, socket.SOCK_DGRAM)
+                if not config.allowed and not is_loopback(bound.getsockname()[0]):
+                    bound.close()
+                    raise StartError(
+                        f"--lifecycle-from {text}: this is not a loopback address, and senders can "
+                        "free reservations and eject workers: set --lifecycle-allow"
+                    )
+                return bound
+            warn_of_a_short_queue(text)
+            path = UnixPath(place.path, socket.SOCK_DGRAM)
+            bound = path.take()
+        except OSError as error:
+            raise StartError(f"{os_reason(error)}: {text}") from None
+        self._paths.append(path)
+        return bound
+
+    def families(self) -> Families:
+        return access_log_families(self.ends, lambda: self._readers)
+
+    def close(self) -> None:
+        for path in self._paths:
+            path.let_go()
+        for reader in self._readers:
+            reader.close()
+
+
+# -- both ----------------------------------------------------------------------------------------
+
+
+class GatewayRoutes(Part):
+    """Serves POST /route, receives gateways' access logs, or does both, until `close`."""
+
+    def __init__(
+        self,
+        service: SelectionService,
+        access_logs: AccessLogsFlags,
+        prompts: PromptSettings | None,
+        new_client: Callable[[], OutboundClient],
+        decisions: "DecisionLog | None" = None,
+    ) -> None:
+        """`new_client` creates the client for requests to engines. If construction raises
+        StartError, no socket is left open."""
+        selector = service.selector
+        self._prompts: Prompts | None = None
+        if prompts is not None:
+            self._prompts = prompts_of(prompts, Fleet(selector.catalog), new_client())
+        self._logs: AccessLogReaders | None = None
+        if access_logs.places:
+            self._logs = AccessLogReaders(access_logs, selector, time.monotonic, decisions)
+        self._route: RouteHandler | None = None
+        if self._prompts is not None:
+            self._route = RouteHandler(
+                self._prompts,
+                service.select_and_reserve,
+                lambda reservation_id: selector.reservations.free(
+                    reservation_id, time.monotonic(), was_served=False
+                ),
+                lambda reservation_id, tokens: selector.reservations.expect_output(
+                    reservation_id, tokens, time.monotonic()
+                ),
+                _never if self._logs is None else self._logs.ends.has_ended,
+            )
+
+    def routes(self) -> tuple[Route, ...]:
+        return () if self._route is None else self._route.routes()
+
+    def families(self) -> Families:
+        of_prompts = [] if self._prompts is None else prompt_families(self._prompts.unknown)
+        of_logs = [] if self._logs is None else self._logs.families()
+        return [*of_prompts, *of_logs]
+
+    async def close(self) -> None:
+        if self._route is not None:
+            await self._route.close()
+        if self._prompts is not None:
+            await self._prompts.close()
+        if self._logs is not None:
+            self._logs.close()
+
+
+def _never(reservation_id: str) -> bool:
+    """Returns False: without access logs, no end is reported before a reservation is made."""
+    return False

@@ -1,0 +1,205 @@
+"""Composes the selector of its parts, and runs it behind its listener (decision D14).
+
+Everything runs on one uvloop loop in one thread."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import zmq.asyncio
+
+from lean_selector.api import logs
+from lean_selector.api.access import AccessTokens
+from lean_selector.api.application import observed
+from lean_selector.api.exposition import RouteMeter
+from lean_selector.api.header_warnings import refusal_lines
+from lean_selector.api.metrics import connection_families
+from lean_selector.api.routes import Route, durable
+from lean_selector.api.selection import DumpAnswers, SelectionService
+from lean_selector.api.selector_metrics import selection_cache_families, selection_families
+from lean_selector.api.shared_handlers import discovery_routes
+from lean_selector.api.worker_handlers import ServiceState
+from lean_selector.app.host import HttpServer, new_zmq_context, run, tokens_of
+from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.selector_parts import (
+    PagePart,
+    SelectorCore,
+    Sessions,
+    StartRecovery,
+    Upkeep,
+)
+from lean_selector.core.selection.shapes import ROUTE
+from lean_selector.core.settings import API_1_6
+from lean_selector.http.connections import Connections
+from lean_selector.http.head import Limits
+from lean_selector.http.protocol import App, HttpProtocol
+from lean_selector.parts import Parts
+
+if TYPE_CHECKING:
+    from lean_selector.app.decision_log import DecisionLog
+    from lean_selector.app.replication import Replication
+    from lean_selector.app.state_persister import Persister
+    from lean_selector.core.selection.peer_sessions import PeerSessions
+    from lean_selector.discovery.discoveries import Discoveries
+
+
+class SelectorParts(Parts):
+    """A selector on the running loop, without an HTTP listener.
+
+    Call `start` to begin outbound work, `tick` every TICK_S, and `refuse_new` when a shutdown
+    begins; then await `close`. If construction raises StartError, nothing is left running."""
+
+    def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
+        """`context` is the process's ZMQ context, and must not have any sockets yet."""
+        super().__init__()
+        core = self.core = SelectorCore(config, context)
+        self.decisions: DecisionLog | None = None
+        self.replication: Replication | None = None
+        peers: PeerSessions | None = None
+        discovery: Discoveries | None = None
+        self._persister: Persister | None = None
+        if config.settings.sessions is not None:
+            peers = self.add(Sessions(core)).peers
+        if config.replica.endpoint is not None:
+            from lean_selector.app.replication import selector_replication
+
+            self.replication = self.add(selector_replication(core, peers))
+        if config.decisions.path is not None:
+            from lean_selector.app.decision_log import selector_log
+
+            self.decisions = self.add(selector_log(core, config.decisions.path))
+        self.add(core)
+        if config.health.interval_s is not None:
+            from lean_selector.discovery.polls import WorkerPolls
+
+            polls = WorkerPolls(
+                core.selector.catalog,
+                core.selector.health,
+                core.engine_client(),
+                random.Random(),
+                interval_s=config.health.interval_s,
+                path=config.health.path,
+            )
+            core.subscriptions.on_lost = self.add(polls).soon
+        if config.discover.targets or config.replica.discover:
+            from lean_selector.app.discovery import selector_discovery
+
+            discovery = self.add(selector_discovery(core, self.replication))
+        self.add(Upkeep(core))
+        if config.settings.use_kv_events and config.index.recover_from:
+            self.add(StartRecovery(core, config.index.recover_from))
+        if config.state.path is not None:
+            from lean_selector.app.state import keep_selector
+
+            self._persister = self.add(keep_selector(core, self.replication, discovery))
+        self.report = None if discovery is None else discovery.report
+        if not config.page.is_off:
+            self.add(PagePart(core, self.report))
+        call_soon = asyncio.get_running_loop().call_soon
+        self.dumps = DumpAnswers(core.selector.catalog, core.subscriptions, call_soon)
+        self.service = self._new_service()
+
+    def _new_service(self) -> SelectionService:
+        core, kind = self.core, SelectionService
+        if core.config.settings.dialect == API_1_6:
+            from lean_selector.api.selection_16 import SelectionService16
+
+            kind = SelectionService16
+        return kind(
+            core.selector,
+            dump=self.dumps.answer,
+            bare_dump=self.dumps.answer_16,
+            sources=core.subscriptions,
+            state=core.state,
+            replication=self.replication,
+        )
+
+    def routes(self) -> tuple[Route, ...]:
+        routes = (*self.service.routes(), *discovery_routes(self.report), *super().routes())
+        return routes if self._persister is None else durable(routes, self._persister)
+
+    def add_gateway_routes(self) -> None:
+        """Adds what serves POST /route and access logs, if they are on. Raises StartError."""
+        config, core = self.core.config, self.core
+        if not config.access_logs.places and config.prompts.settings is None:
+            return
+        from lean_selector.app.gateway_routes import GatewayRoutes
+
+        # Responses to gateways are the same in every API version.
+        service = SelectionService(
+            core.selector,
+            dump=self.dumps.answer,
+            sources=core.subscriptions,
+            state=ServiceState(),
+            books_at=ROUTE,
+        )
+        prompts, client = config.prompts.settings, core.engine_client
+        self.add(GatewayRoutes(service, config.access_logs, prompts, client, self.decisions))
+
+
+# -- the selector behind its listener ------------------------------------------------------------
+
+
+def run_selector(config: SelectorConfig) -> None:
+    """Runs the selection service until a signal stops it. Raises StartError."""
+    run(config, lambda log_state: _selector(config, log_state))
+
+
+async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
+    """Runs the selector and serves its API over HTTP."""
+    loop = asyncio.get_running_loop()
+    tokens = tokens_of(config.listen)
+    context = new_zmq_context()
+    parts = SelectorParts(config, context)
+    parts.add_gateway_routes()
+    connections = Connections(
+        loop.call_soon, Limits(), max_connections=config.listen.max_connections
+    )
+    app = selector_app(parts, connections, log_state, tokens=tokens)
+    server = HttpServer(app, connections, config.listen, protocol=protocol_of(config))
+    if tokens is not None:
+        server.watch(tokens.look)
+    await server.start()
+    await server.serve(parts, log_state.doubts)
+    context.destroy(linger=0)
+
+
+def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
+    """Returns the HTTP protocol class of the selector's API: with streaming if /ui is enabled."""
+    if config.page.is_off:
+        return HttpProtocol
+    from lean_selector.http.streaming import StreamingProtocol
+
+    return StreamingProtocol
+
+
+def selector_app(
+    parts: SelectorParts,
+    connections: Connections,
+    log_state: logs.LogState,
+    tokens: AccessTokens | None = None,
+    meters: Sequence[RouteMeter] = (),
+) -> App:
+    """Returns the function that answers requests to the selector's API. `meters`: counters of
+    selections made without HTTP."""
+    core, config = parts.core, parts.core.config
+    overload_status = config.overload_status
+    return observed(
+        parts.routes(),
+        lambda meters: [
+            *selection_families(core.selector, core.subscriptions, meters, overload_status),
+            *selection_cache_families(core.selector.selections),
+            *connection_families(connections),
+            *parts.families(),
+        ],
+        log_state,
+        service="selector",
+        title="lean-selector --api 1.6" if config.settings.dialect == API_1_6 else "lean-selector",
+        access_log=config.listen.access_log,
+        overload_status=overload_status,
+        lines=refusal_lines,
+        tokens=tokens,
+        meters=meters,
+        connections=connections,
+    )

@@ -1,0 +1,230 @@
+"""Runs the discovery of workers and peers, and queries the engines of discovered workers."""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
+
+from lean_selector.api.exposition import Families, by, labels, table, table_of
+from lean_selector.discovery.finders import (
+    DnsFinder,
+    FileFinder,
+    Resolve,
+    Sighting,
+)
+from lean_selector.discovery.kubernetes import KubernetesFinder
+from lean_selector.discovery.particulars import Found, Particulars, Place, Target, endpoint_key
+from lean_selector.discovery.peer_roster import PeerRoster
+from lean_selector.discovery.roster import Asking, Roster, by_state
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.parts import Part
+from lean_selector.tasks import supervise
+from lean_selector.wire.discovery_states import (
+    DiscoveredPeer,
+    DiscoveredWorker,
+    DiscoveryReport,
+    DiscoveryState,
+)
+
+Run = Callable[[], Coroutine[object, object, None]]
+
+LOOK_S = 0.5
+
+
+class Discoveries(Part):
+    """Discovers workers and peers. Used only on the event loop's thread."""
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        interval_s: float,
+        api: str = "",
+        api_client: OutboundClient | None = None,
+    ) -> None:
+        """`interval_s`: seconds between look-ups. Kubernetes services need `api` (URL of the API
+        server) and `api_client`."""
+        self._resolve = resolve
+        self._interval_s = interval_s
+        self._api = api
+        self._api_client = api_client
+        self._finders: list[tuple[Sighting, Run]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self.workers: Roster | None = None
+        self.peers: PeerRoster | None = None
+        self._asking: Asking | None = None
+        self.sightings: list[tuple[str, Sighting]] = []  # (workers or peers, state)
+
+    # -- what to find --------------------------------------------------------------------------
+
+    def find_workers(self, targets: Iterable[Target], roster: Roster, asking: Asking) -> None:
+        """Adds targets of --discover. `asking` queries the engines of workers in `roster`."""
+        self.workers, self._asking = roster, asking
+        for target in targets:
+            self._add("workers", target)
+
+    def find_peers(self, targets: Iterable[Target], roster: PeerRoster) -> None:
+        self.peers = roster
+        for target in targets:
+            self._add("peers", target)
+
+    def _add(self, finds: str, target: Target) -> None:
+        sighting = Sighting(target.text)
+        self.sightings.append((finds, sighting))
+        self._finders.append((sighting, self._finder(finds, target, sighting)))
+
+    def _finder(self, finds: str, target: Target, sighting: Sighting) -> Run:
+        workers, peers = self.workers, self.peers
+
+        def on_found(found: Found) -> None:
+            assert workers is not None, "files and URLs list workers, not peers"
+            workers.found(target.text, found, time.monotonic())
+
+        def on_places(places: Mapping[Place, str], leaving: Iterable[Place]) -> None:
+            if finds == "peers" and peers is not None:
+                peers.found(target.text, places, leaving, time.monotonic())
+                return
+            entries = tuple(Particulars(endpoint=place.url) for place in places)
+            uids = {endpoint_key(place.url): uid for place, uid in places.items()}
+            on_found(Found(entries, frozenset(place.url for place in leaving), uids))
+
+        if target.kind == "url":
+
+            async def once() -> None:
+                sighting.found(1)
+                on_found(Found((Particulars(endpoint=endpoint_key(target.name)),)))
+
+            return once
+        if target.kind == "file":
+            return FileFinder(sighting, target.name, self._interval_s, on_found).run
+        if target.kind == "dns" and target.port is not None:
+            return DnsFinder(
+                sighting,
+                target.name,
+                int(target.port),
+                target.is_secure,
+                self._interval_s,
+                self._resolve,
+                on_places,
+            ).run
+        assert self._api_client is not None
+        return KubernetesFinder(
+            sighting,
+            self._api_client,
+            self._api,
+            target.namespace,
+            target.name,
+            target.port,
+            on_places,
+        ).run
+
+    # -- running -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the search for workers and peers. Call this while the event loop is running."""
+        for sighting, run in self._finders:
+            self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
+        rosters = (self.workers, self.peers)
+        self._tasks += [
+            supervise("discovery looks", partial(_look, roster.look))
+            for roster in rosters
+            if roster is not None
+        ]
+
+    async def close(self) -> None:
+        """Stops all discovery. Registered workers stay."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.workers is not None and self._asking is not None:
+            for known in self.workers:
+                self._asking.end(known)
+            await self._asking.close()
+
+    # -- seen from outside ---------------------------------------------------------------------
+
+    def families(self) -> Families:
+        """Returns the metrics of discovery. The number of time series depends only on the flags."""
+
+        def sightings() -> list[tuple[str, Sighting]]:
+            return [(labels(discovery=one.name, finds=finds), one) for finds, one in self.sightings]
+
+        return [
+            table_of(sightings, {
+                "discovery_failing": (lambda one: int(one.error is not None),
+                    "1 while a discovery fails: its last result stays in use."),
+                "discovery_found": (lambda one: one.count or 0,
+                    "Endpoints in the last result of a discovery."),
+                "discovery_failures_total": (lambda one: one.failures,
+                    "Times that a discovery failed."),
+            }),
+            *table({
+                "discovered_workers": (lambda: by("state", self.worker_states()),
+                    "Workers by discovery, by state."),
+                "discovery_changes_total": (lambda: by("change", self.changes()),
+                    "Registrations (new or changed) and removals by discovery."),
+            }),
+        ]  # fmt: skip
+
+    def worker_states(self) -> dict[str, int]:
+        """Returns the number of discovered workers in each state."""
+        if self.workers is None:
+            return {}
+        return {state.value: count for state, count in by_state(self.workers).items()}
+
+    def changes(self) -> dict[str, int]:
+        """Returns how many registrations and removals discovery has made so far."""
+        if self.workers is None:
+            return {}
+        roster = self.workers
+        return {"registered": roster.registrations, "removed": roster.removals}
+
+    def report(self) -> DiscoveryReport:
+        now = time.monotonic()
+        return DiscoveryReport(
+            [
+                DiscoveryState(
+                    sighting.name,
+                    finds,
+                    sighting.state,
+                    round(now - sighting.since, 3),
+                    sighting.count,
+                    sighting.failures,
+                    sighting.error,
+                )
+                for finds, sighting in self.sightings
+            ],
+            [
+                DiscoveredWorker(
+                    known.key,
+                    known.worker_id,
+                    known.discoveries,
+                    known.state.value,
+                    _left_s(known.leaves_at, now),
+                    known.error,
+                )
+                for known in sorted(self.workers or (), key=lambda known: known.key)
+            ],
+            [
+                DiscoveredPeer(each.endpoint, each.state, _left_s(each.leaves_at, now), each.error)
+                for each in (self.peers.known() if self.peers is not None else ())
+            ],
+        )
+
+
+async def _seen(sighting: Sighting, run: Run) -> None:
+    """Runs the search at one target. An exception is recorded in `sighting`, and raised again."""
+    try:
+        await run()
+    except Exception as error:
+        sighting.failed(f"{type(error).__name__}: {error}")
+        raise
+
+
+async def _look(look: Callable[[float], None]) -> None:
+    while True:
+        look(time.monotonic())
+        await asyncio.sleep(LOOK_S)
+
+
+def _left_s(leaves_at: float | None, now: float) -> float | None:
+    return None if leaves_at is None else round(max(0.0, leaves_at - now), 3)

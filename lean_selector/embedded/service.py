@@ -1,0 +1,614 @@
+"""SelectionService: the selector in the calling program, without HTTP.
+
+A method converts its arguments to the body of an HTTP route, calls the route's handler, and returns
+the response as a dict. So results are the same as over HTTP (spec selection_16.md 11.1)."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+import zmq.asyncio
+
+from lean_selector.api.replies import INTERNAL_ERROR, Queued, Reply
+from lean_selector.api.selection import SelectionService as Handlers
+from lean_selector.app.flags import OneLineParser, add_flags, load
+from lean_selector.app.host import TICK_S, StartError
+from lean_selector.app.replication import Replication
+from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.selector_process import SelectorParts
+from lean_selector.core.errors import NotFound, SelectorError
+from lean_selector.core.numbers import not_a, number, optional, whole
+from lean_selector.embedded.dialect import (
+    Done,
+    Fields,
+    SelectionCacheConfig,
+    check_text,
+    fields_of,
+    readiness,
+    record,
+    refusal,
+    refusal_of,
+    selection_id_of,
+    shut_down,
+    worker_fields,
+    worker_id_of,
+)
+from lean_selector.replicas.recovery import Recovery
+from lean_selector.tasks import watched
+from lean_selector.wire.prompt_forms import binary_form
+from lean_selector.wire.scalars import json_form
+from lean_selector.wire.selection_16_bodies import (
+    ProjectionRequest16,
+    ReservationRequest16,
+    SelectAndReserveRequest16,
+    SelectRequest16,
+    WorkerPatch16,
+    WorkerRequest16,
+)
+from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
+
+# -- a selector on a loop, without HTTP ------------------------------------------------------------
+
+T = TypeVar("T")
+
+log = logging.getLogger("lean_selector.inprocess")
+
+# Time limit for a call from another thread, which normally takes microseconds. A loop that has not
+# answered by then is stopped, or waits for the caller.
+ANSWERS_WITHIN_S = 10.0
+
+
+class _Context(zmq.asyncio.Context):
+    """A ZMQ context with strong references to its sockets, so that a finaliser can close them.
+    (pyzmq's own references are weak. With an open socket, terminating a context waits forever.)"""
+
+    kept: list[zmq.asyncio.Socket] = []
+    looked_through_at: int = 64
+
+    def __init__(self, io_threads: int) -> None:
+        super().__init__(io_threads=io_threads)
+        self.kept = []
+
+    def socket(self, *kind: Any, **more: Any) -> zmq.asyncio.Socket:
+        made = super().socket(*kind, **more)
+        if len(self.kept) >= self.looked_through_at:
+            self.kept = [each for each in self.kept if not each.closed]
+            self.looked_through_at = 64 + 2 * len(self.kept)
+        self.kept.append(made)
+        return made
+
+
+# Contexts whose sockets may be open. If a context is garbage-collected with open sockets it waits
+# for them forever, so each one is referenced here until it is destroyed.
+_open: set["Running"] = set()
+
+
+class Running:
+    """A selector on the running loop. The constructor starts the selector, or raises StartError.
+
+    If the loop is closed while tasks are unfinished, the sockets stay open until the
+    SelectionService is garbage-collected, or the next selector starts."""
+
+    def __init__(self, config: SelectorConfig) -> None:
+        for other in list(_open):
+            other.destroy_after_its_loop()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._context = _Context(io_threads=1)
+        _open.add(self)
+        try:
+            self.parts = SelectorParts(config, self._context)
+        except BaseException:
+            self._destroy()
+            raise
+        self.parts.start()
+        self._stopping: asyncio.Task[None] | None = None
+        self._next_tick: asyncio.Handle = self._loop.call_soon(self._tick)
+
+    def _tick(self) -> None:
+        self._next_tick = self._loop.call_later(TICK_S, self._tick)
+        self.parts.tick(time.monotonic())
+
+    # -- calls from any thread -------------------------------------------------------------
+
+    def at_once(self, work: Callable[[], T]) -> T:
+        """Calls `work` on the thread of the selector's event loop, and returns the result."""
+        if threading.get_ident() == self._thread:
+            return work()
+        done: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                done.set_result(work())
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._loop.call_soon_threadsafe(call)
+        return done.result(ANSWERS_WITHIN_S)
+
+    async def in_time(
+        self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
+    ) -> T:
+        """Runs `work` on the selector's event loop, and returns the result. If the caller is
+        cancelled, `work` is cancelled too; if `work` is already done, `undo` reverts its result."""
+        if asyncio.get_running_loop() is self._loop:
+            return await work()
+        if threading.get_ident() == self._thread:
+            raise RuntimeError("the event loop of this SelectionService has stopped")
+        done: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            task = self._loop.create_task(work())
+            tasks.append(task)
+            task.add_done_callback(tell)
+
+        def tell(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                done.cancel()
+            elif (error := task.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(task.result())
+
+        def give_up() -> None:
+            task = tasks[0]
+            if not task.done():
+                task.cancel()
+            elif undo is not None and not task.cancelled() and task.exception() is None:
+                undo(task.result())
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(done))
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(give_up)
+            raise
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Begins to stop the selector, and refuses queued requests. May be called repeatedly."""
+        if self._loop.is_closed():
+            self._destroy()
+        elif self._stopping is None:
+            self._next_tick.cancel()
+            self.parts.refuse_new()
+            self.parts.core.links.is_ending = True  # the loop is about to end
+            self._stopping = watched("selection service stop", self._close())
+            # Called even if the loop ends before the task's first step.
+            self._stopping.add_done_callback(lambda _: self._destroy())
+
+    async def _close(self) -> None:
+        try:
+            await self.parts.close()
+        except asyncio.CancelledError:  # the loop ends: close the rest too
+            await self.parts.close()
+            raise
+        self._destroy()  # before the caller continues, so that the port is free
+
+    def destroy_after_its_loop(self) -> None:
+        if self._loop.is_closed():
+            self._destroy()
+
+    def _destroy(self) -> None:
+        self._context.destroy(linger=0)
+        _open.discard(self)
+
+    async def stopped(self) -> None:
+        self.stop()
+        if self._stopping is not None:
+            await asyncio.shield(self._stopping)
+
+    def abandoned(self) -> None:
+        """Stops the selector of a garbage-collected SelectionService. Works in any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self.stop)
+        except RuntimeError:  # the loop is closed
+            self._destroy()
+
+
+# -- its configuration ----------------------------------------------------------------------------
+# The arguments of the class correspond to flags of `lean-selector`, so that ranges and defaults are
+# defined once; other settings come from the same environment variables, DYN_*.
+
+# Flags whose names differ from the arguments.
+_ARGUMENTS = {
+    "--threads": "indexer_threads",
+    "--selection-cache-ttl-secs": "selection_cache.ttl_secs",
+    "--selection-cache-max-entries": "selection_cache.max_entries",
+    "--selection-cache-max-bytes": "selection_cache.max_bytes",
+}
+
+
+class _Parser(OneLineParser):
+    """Parses flags. For an error, raises ValueError instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        flag, colon, fault = message.removeprefix("argument ").partition(": ")
+        raise ValueError(
+            _ARGUMENTS.get(flag, flag.removeprefix("--").replace("-", "_")) + colon + fault
+        )
+
+
+def config_of(
+    indexer_threads: int,
+    indexer_peers: Sequence[str] | None,
+    replica_sync_port: int | None,
+    replica_sync_peers: Sequence[str] | None,
+    selection_cache: SelectionCacheConfig | None,
+    session_affinity_ttl_secs: float | None,
+) -> SelectorConfig:
+    """Returns the selector's configuration, from these arguments and environment variables. Raises
+    ValueError, or TypeError for a wrong type, with the name of the setting."""
+    if not isinstance(selection_cache, SelectionCacheConfig | None):
+        raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
+    cache = selection_cache or SelectionCacheConfig()
+    ttl_s, entries, size = cache.ttl_secs, cache.max_entries, cache.max_bytes
+    given = {
+        "--threads": whole("indexer_threads", indexer_threads),
+        "--indexer-peers": _joined("indexer_peers", indexer_peers),
+        "--replica-sync-port": optional(whole, "replica_sync_port", replica_sync_port),
+        "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
+        "--session-affinity-ttl-secs": optional(
+            number, "session_affinity_ttl_secs", session_affinity_ttl_secs
+        ),
+        "--selection-cache-ttl-secs": optional(number, "selection_cache.ttl_secs", ttl_s),
+        "--selection-cache-max-entries": optional(whole, "selection_cache.max_entries", entries),
+        "--selection-cache-max-bytes": optional(whole, "selection_cache.max_bytes", size),
+    }
+    if replica_sync_peers and replica_sync_port is None:
+        raise ValueError("replica_sync_peers requires replica_sync_port")
+    flags = ["--api=1.6"]
+    flags += [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    parser = _Parser(prog="SelectionService", allow_abbrev=False)
+    add_flags(parser, SelectorConfig)
+    return load(parser, SelectorConfig, flags, os.environ)
+
+
+def _joined(name: str, values: Sequence[str] | None) -> str | None:
+    return None if values is None else ",".join(texts_of(name, values)) or None
+
+
+def texts_of(name: str, values: object) -> list[str]:
+    """Returns `values` as a list of strings. Raises TypeError, also for a single string."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise not_a(name, "a sequence of str", values)
+    for place, value in enumerate(values):
+        if not isinstance(value, str):
+            raise not_a(f"{name}[{place}]", "a str", value)
+    return list(values)
+
+
+# -- the class -------------------------------------------------------------------------------------
+
+Handler = Callable[..., object]
+
+# Hash lists of a prompt may be packed: bytes, 8 per hash.
+_SELECT: type[SelectRequest16] = binary_form(SelectRequest16)
+_SELECT_AND_RESERVE: type[SelectAndReserveRequest16] = binary_form(SelectAndReserveRequest16)
+_RESERVATION: type[ReservationRequest16] = binary_form(ReservationRequest16)
+_PROJECTION: type[ProjectionRequest16] = binary_form(ProjectionRequest16)
+
+
+class SelectionService:
+    """A selector on the caller's event loop.
+
+    The selector starts in the constructor if a loop is running, or else with the first call under a
+    running loop. The selector stays on this loop; calls from other threads and loops are forwarded.
+    Router settings come from the HTTP service's environment variables. Requests and responses are
+    those of HTTP with `--api 1.6`, but in maps with a key per dp_rank, the keys are ints.
+
+    Raises ValueError where HTTP answers 400 or 422, SelectionServiceError for other error
+    responses, TypeError and OverflowError for an invalid id."""
+
+    def __init__(
+        self,
+        *,
+        indexer_threads: int = 4,
+        indexer_peers: Sequence[str] | None = None,
+        replica_sync_port: int | None = None,
+        replica_sync_peers: Sequence[str] | None = None,
+        selection_cache: SelectionCacheConfig | None = None,
+        session_affinity_ttl_secs: float | None = None,
+    ) -> None:
+        """`indexer_threads` is accepted for compatibility; there is one thread. Raises ValueError,
+        also for an invalid environment variable; TypeError for an argument of a wrong type;
+        and OSError if the replica port cannot be bound."""
+        self._config = config_of(
+            indexer_threads,
+            indexer_peers,
+            replica_sync_port,
+            replica_sync_peers,
+            selection_cache,
+            session_affinity_ttl_secs,
+        )
+        self._running: Running | None = None
+        self._is_shut_down = False
+        if _is_on_a_loop():
+            self._start()
+
+    def _start(self) -> Running:
+        """Returns the running selector. The first call creates the selector on the running loop."""
+        if self._running is None:
+            try:
+                self._running = running = Running(self._config)
+            except StartError as error:
+                raise OSError(str(error)) from None
+            # The loop references only `running`, so that this object can be garbage-collected.
+            weakref.finalize(self, running.abandoned).atexit = False
+        return self._running
+
+    def _check_open(self) -> None:
+        if self._is_shut_down:
+            raise shut_down()
+
+    @property
+    def _handlers(self) -> Handlers:
+        return self._start().parts.service
+
+    async def _asked(
+        self,
+        handler: Handler,
+        *arguments: object,
+        undo: Callable[[Fields], None] | None = None,
+    ) -> Fields:
+        """Calls the handler of a route, waits for the response, and returns the parsed JSON."""
+        running = self._start()
+        answer: Fields = await running.in_time(lambda: _awaited(handler, arguments), undo)
+        return answer
+
+    def _asked_at_once(
+        self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
+    ) -> Any:
+        """Returns the response of the handler that `handler` returns. If the selector has not
+        started and no event loop runs, returns `before`, the response of an empty selector."""
+        if self._running is None and not _is_on_a_loop():
+            return before
+        running = self._start()
+        answering = handler(running.parts)
+        return running.at_once(lambda: _decoded(_called(answering, *arguments)))
+
+    # -- workers -------------------------------------------------------------------------------
+
+    async def upsert_worker(self, worker: object) -> Fields:
+        """Registers or replaces a worker; returns the worker's record."""
+        self._check_open()
+        body = _body(WorkerRequest16, worker_fields("worker", worker))
+        return record(await self._asked(self._handlers.register, body))
+
+    async def patch_worker(self, worker_id: int, patch: object) -> Fields:
+        """Changes the given fields that are not None; returns the worker's record."""
+        self._check_open()
+        worker_id = worker_id_of(worker_id)
+        body = _body(WorkerPatch16, worker_fields("patch", patch))
+        return record(await self._asked(self._handlers.patch, worker_id, body))
+
+    async def delete_worker(self, worker_id: int) -> Fields:
+        """Removes a worker, its blocks and its reservations; returns the worker's last record."""
+        worker_id = worker_id_of(worker_id)
+        return record(await self._asked(self._handlers.remove, worker_id))
+
+    def list_workers(
+        self, *, model_name: str | None = None, routing_group: str | None = None
+    ) -> list[Fields]:
+        """Returns the records of all workers, or only of workers that match the filters."""
+        query = _query(model_name, routing_group)
+        found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
+        return list(map(record, found))
+
+    def ready(self) -> Fields:
+        """Returns whether at least one worker can be chosen, and the records of all workers."""
+        before = {"ready": False, "schedulable_workers": 0, "workers": []}
+        return readiness(self._asked_at_once(lambda parts: parts.service.ready, before=before))
+
+    # -- selections and reservations -----------------------------------------------------------
+
+    async def select(self, request: object) -> Fields:
+        """Chooses a rank. A choice with a selection_id is cached for create_reservation."""
+        self._check_open()
+        body = _body(_SELECT, fields_of("request", request))
+        return await self._asked(self._handlers.select, body)
+
+    async def select_and_reserve(self, request: object) -> Fields:
+        """Chooses a rank and reserves it, in one step. If queueing is enabled, the call may wait.
+        If the caller is cancelled, the request leaves the queue, and nothing stays reserved."""
+        self._check_open()
+        body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
+        service = self._handlers
+
+        def undo(booked: Fields) -> None:
+            with contextlib.suppress(SelectorError):
+                service.free(booked["selection_id"], None)
+
+        return await self._asked(service.select_and_reserve, body, undo=undo)
+
+    async def create_reservation(self, request: object) -> Fields:
+        """Reserves the rank that `select` chose for the request's selection_id. If the request has
+        a worker_id, the rank `dp_rank` (default 0) of that worker is reserved instead."""
+        self._check_open()
+        body = _body(_RESERVATION, fields_of("request", request))
+        return await self._asked(self._handlers.reserve, body)
+
+    async def prefill_complete(self, selection_id: str) -> Done:
+        """Reports the first token, which ends the prefill."""
+        name = selection_id_of(selection_id)
+        await self._asked(self._handlers.prefill_complete, name)
+        return ()
+
+    def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
+        """Reports one more block of output. With a `decay_fraction` (0 to 1), the new block and all
+        blocks that only this request has count as this fraction of a block in the rank's load."""
+        name = selection_id_of(selection_id)
+        body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
+        if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
+            raise refusal(NotFound(f"reservation {name} not found"))
+
+    async def free_reservation(self, selection_id: str) -> Done:
+        """Frees the reservation of a request that has ended."""
+        name = selection_id_of(selection_id)
+        await self._asked(self._handlers.free, name, None)
+        return ()
+
+    # -- inspection ----------------------------------------------------------------------------
+
+    def loads(
+        self, *, model_name: str | None = None, routing_group: str | None = None
+    ) -> list[Fields]:
+        """Returns the active load of every rank, by model and routing group."""
+        query = _query(model_name, routing_group)
+        loads: list[Fields] = self._asked_at_once(
+            lambda parts: parts.service.loads, query, before=[]
+        )
+        return loads
+
+    async def potential_loads(self, request: object) -> list[Fields]:
+        """Returns the load that each rank would have with this prompt."""
+        body = _body(_PROJECTION, fields_of("request", request))
+        rows: Any = await self._asked(self._handlers.potential_loads, body)
+        return list(rows)
+
+    async def overlap_scores(self, request: object) -> Fields:
+        """Returns how many blocks of this prompt each rank has cached, by tier."""
+        body = _body(_PROJECTION, fields_of("request", request))
+        return await self._asked(self._handlers.overlap_scores, body)
+
+    async def indexer_snapshot(self) -> Fields:
+        """Returns the index in the format of GET /dump. Other calls can run during the export."""
+        running = self._start()
+
+        async def made() -> bytes:
+            text = bytearray()
+            for part in running.parts.dumps.parts(as_1_6=True):
+                text += part
+                await asyncio.sleep(0)
+            return bytes(text)
+
+        snapshot: Fields = msgspec.json.decode(await running.in_time(made))
+        return snapshot
+
+    # -- replicas ------------------------------------------------------------------------------
+
+    async def register_replica_peer(self, endpoint: str) -> bool:
+        """Subscribes to the events of a replica. Returns False if the replica is a peer already.
+        Raises ValueError, or RuntimeError if replica sync is off."""
+        replication = self._replication()
+        return self._start().at_once(lambda: replication.register_peer(endpoint))
+
+    async def deregister_replica_peer(self, endpoint: str) -> bool:
+        """Removes a replica from the peers. Returns False if the endpoint is not a peer."""
+        replication = self._replication()
+        return self._start().at_once(lambda: replication.deregister_peer(endpoint))
+
+    def list_replica_peers(self) -> list[str]:
+        """Returns the endpoints of the replicas that this service subscribes to."""
+        if self._running is None or (replication := self._running.parts.replication) is None:
+            return []
+        return self._running.at_once(replication.peers)
+
+    def _replication(self) -> Replication:
+        replication = self._start().parts.replication
+        if replication is None:
+            raise RuntimeError("replica sync is disabled")
+        return replication
+
+    async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
+        """Copies the index from the first peer that has a usable dump. Returns False if no peer has
+        a usable dump. `peers` are HTTP URLs."""
+        self._check_open()
+        running = self._start()
+        core, urls = running.parts.core, texts_of("peers", peers)
+        catalog, client = core.selector.catalog, core.peer_client()
+        recovery = Recovery(catalog, core.subscriptions, urls, client)
+        return await running.in_time(recovery.run)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Disconnects from engines and replicas, and refuses queued requests. Reservations can
+        still be freed. Background tasks end soon afterwards; `shutdown_async` waits for them."""
+        self._is_shut_down = True
+        if self._running is not None:
+            self._running.at_once(self._running.stop)
+
+    async def shutdown_async(self) -> Done:
+        """Shuts down, and waits until all tasks have ended and the port is free."""
+        self._is_shut_down = True
+        if self._running is not None:
+            await self._running.in_time(self._running.stopped)
+        return ()
+
+
+def _is_on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _body(kind: type[T], fields: Fields) -> T:
+    """Converts the fields to a request body of this kind. Raises ValueError."""
+    for name, value in fields.items():
+        check_text("a field's name", name)
+        check_text(name, value)
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+
+
+def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
+    """Returns query parameters. The HTTP handlers know a routing group as tenant_id (D2)."""
+    filters = {"model_name": model_name, "tenant_id": routing_group}
+    return {name: value for name, value in filters.items() if value is not None}
+
+
+def _called(handler: Handler, *arguments: object) -> object:
+    """Calls the handler of a route. Raises the exceptions that SelectionService documents."""
+    try:
+        try:
+            return handler(*arguments)
+        except SelectorError:
+            body = arguments[-1] if arguments else None
+            if isinstance(body, PromptFields):
+                body.check_shape()  # a wrong shape is reported before other errors
+            raise
+    except SelectorError as error:
+        raise refusal(error) from None
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
+
+
+def _decoded(result: object) -> Any:
+    if isinstance(result, Reply):
+        result = result.body
+    return msgspec.json.decode(json_form(result))
+
+
+async def _awaited(handler: Handler, arguments: Sequence[object]) -> Any:
+    """Awaits a handler's response. If the caller is cancelled, nothing stays reserved."""
+    result = _called(handler, *arguments)
+    if not isinstance(result, Queued):
+        return _decoded(result)
+    answered: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    result.on_answer(lambda body: None if answered.done() else answered.set_result(body))
+    try:
+        body = await answered
+    except asyncio.CancelledError:
+        result.cancel()
+        raise
+    if isinstance(body, SelectorError):
+        raise refusal(body)
+    if isinstance(body, Exception):
+        log.error("a request that waited could not be answered", exc_info=body)
+        raise refusal_of(500, INTERNAL_ERROR.error)
+    return _decoded(body)
