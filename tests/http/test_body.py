@@ -1,14 +1,111 @@
-"""Where a body ends, and how much of a request's is kept."""
+"""Where a body ends, whatever pieces it comes in, and how much of a request's is kept."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.http.body import RequestBody
+from lean_selector.http.body import ChunkedBody, RequestBody, SizedBody, UnboundedBody
 from lean_selector.http.head import CHUNKED, Limits
 
 LIMITS = Limits(max_body_bytes=10, max_head_bytes=40)
 END = b"0\r\n\r\n"
+
+
+# What both halves of HTTP read.
+
+SIZES = st.lists(st.integers(1, 40), max_size=12)
+
+
+def passed(body: UnboundedBody, data: bytes, cuts: list[int]) -> tuple[int, bytes]:
+    """How much of `data` belonged to the body, fed in pieces, and its payload."""
+    payload: list[bytes] = []
+    at = taken = 0
+    for cut in [*cuts, len(data)]:
+        piece = data[at : at + cut]
+        at += len(piece)
+        if not piece or body.is_done or body.error is not None:
+            continue
+        taken += body.read(piece, 0, payload)
+    return taken, b"".join(payload)
+
+
+def wire_of(pieces: list[bytes], extension: bytes = b"", trailer: bytes = b"") -> bytes:
+    chunks = [b"%x%b\r\n%b\r\n" % (len(each), extension, each) for each in pieces]
+    return b"".join(chunks) + b"0\r\n" + trailer + b"\r\n"
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=30), max_size=8),
+    st.binary(max_size=5),
+    SIZES,
+    st.sampled_from([b"", b";a=b"]),
+    st.sampled_from([b"", b"x: y\r\n"]),
+)
+def test_chunks_end_where_they_say(
+    pieces: list[bytes], rest: bytes, cuts: list[int], extension: bytes, trailer: bytes
+) -> None:
+    body = wire_of(pieces, extension, trailer)
+    framing = ChunkedBody()
+    taken, payload = passed(framing, body + rest, cuts)
+    assert framing.is_done
+    assert framing.error is None
+    assert (taken, payload) == (len(body), b"".join(pieces))
+
+
+@pytest.mark.parametrize("cut", [1, 4])
+def test_many_chunks_after_a_cut_one_are_all_passed(cut: int) -> None:
+    body = wire_of([b"x"] * 2_000)
+    assert passed(ChunkedBody(), body, [cut]) == (len(body), b"x" * 2_000)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=30), min_size=1), SIZES)
+def test_chunks_that_are_cut_short_have_no_end(pieces: list[bytes], cuts: list[int]) -> None:
+    framing = ChunkedBody()
+    passed(framing, wire_of(pieces)[:-1], cuts)
+    assert not framing.is_done
+
+
+@given(st.binary(max_size=60), st.binary(max_size=9), SIZES)
+def test_a_length_is_where_it_ends(body: bytes, rest: bytes, cuts: list[int]) -> None:
+    framing = SizedBody(len(body))
+    assert passed(framing, body + rest, cuts) == (len(body), body)
+    assert framing.is_done
+
+
+@given(st.binary(max_size=60), SIZES)
+def test_without_either_all_belongs_to_it(body: bytes, cuts: list[int]) -> None:
+    framing = UnboundedBody()
+    assert passed(framing, body, cuts) == (len(body), body)
+    assert not framing.is_done
+
+
+def test_a_whole_piece_is_passed_on_as_it_is() -> None:
+    data = b"x" * 100
+    payload: list[bytes] = []
+    SizedBody(200).read(data, 0, payload)
+    assert payload[0] is data
+
+
+@pytest.mark.parametrize(
+    ("framing", "body", "rest"),
+    [
+        (SizedBody(5), b"hello", b"rest"),
+        (SizedBody(0), b"", b"rest"),
+        (ChunkedBody(), wire_of([b"he", b"llo"]), b"rest"),
+        (UnboundedBody(), b"hello", b""),
+    ],
+    ids=["sized", "empty", "chunked", "unbounded"],
+)
+def test_a_body_whose_payload_nobody_wants_ends_where_it_says(
+    framing: UnboundedBody, body: bytes, rest: bytes
+) -> None:
+    begin, others = body[:4], body[4:]
+    assert framing.read(begin, 0, None) == len(begin)
+    assert framing.read(others + rest, 0, None) == len(others)
+    assert framing.is_done == bool(rest)
+
+
+# What of a request is kept.
 
 
 def feed(body: RequestBody, *pieces: bytes) -> bytes:
@@ -26,7 +123,7 @@ def chunked(*pieces: bytes) -> RequestBody:
 
 
 def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
+    return wire_of([data]).removesuffix(END)
 
 
 # A length told beforehand.
@@ -79,14 +176,20 @@ def test_a_malformed_chunk_behind_good_ones_is_an_error(malformed: bytes) -> Non
 
 @given(st.lists(st.binary(min_size=1, max_size=3), max_size=3), st.integers(1, 7))
 def test_it_does_not_matter_how_chunks_arrive(parts: list[bytes], step: int) -> None:
-    wire = b"".join(map(chunk, parts)) + END
+    wire = wire_of(parts)
     body = chunked(*(wire[i : i + step] for i in range(0, len(wire), step)))
-    assert (body.framing.is_done, bytes(body.content), body.framing.error) == (
-        True,
-        b"".join(parts),
-        None,
-    )
-    assert body.wire_bytes == len(wire)
+    assert (body.framing.is_done, body.framing.error) == (True, None)
+    assert (bytes(body.content), body.wire_bytes) == (b"".join(parts), len(wire))
+
+
+def test_one_call_reads_a_bounded_number_of_chunks() -> None:
+    wire = wire_of([b"x"] * 2_000)
+    body = RequestBody(CHUNKED, Limits())
+    at = body.feed(wire, 0)
+    assert at < len(wire) / 2
+    while at < len(wire):
+        at = body.feed(wire, at)
+    assert (body.framing.is_done, body.content) == (True, b"x" * 2_000)
 
 
 @pytest.mark.parametrize(
