@@ -17,6 +17,8 @@ ONE_FORM = {
     "documents/test_commands.py": "reads pages, and command lines, which are not compiled",
     "documents/test_python_examples.py": "examples of the client library",
     "loadtest": "load generators are not of the package; the compiled form has its own comparison",
+    "gateway/test_passing.py": "its placing only remembers; what passes in a process is in"
+    " tests/gateway/test_handler.py",
     "gateway/test_proxied_request.py": "its leases are subclasses; those in processes go its way",
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
     " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_access_logs.py",
