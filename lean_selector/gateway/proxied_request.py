@@ -275,8 +275,10 @@ class ProxiedRequest:
             text = data if reader is None else reader.feed(data)
             if self._waits_for_token and reader is not None and reader.has_token:
                 self._prefilled()
-            if is_last or (self._is_chunking and text):
-                text = self._framed(text, is_last)
+            if is_last:
+                text = self._framed(text, True)
+            elif self._is_chunking and text:  # as `_framed`, without a call
+                text = b"%x\r\n%b\r\n" % (len(text), text)
             if text:
                 self.reply.write(text)
         elif self.state is not State.SHEDDING:
