@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from lean_selector.tools.simulate import policy_of
-from lean_selector.tools.simulation import Fleet, Simulation, requests_of
+from lean_selector.tools.simulation import SimulatedFleet, Simulation, requests_of
 from lean_selector.tools.trace import trace_lines
 from lean_selector.wire.decision_lines import DecisionLine
 
@@ -38,7 +38,7 @@ def mean_ttft_s(
     means = []
     for seed in range(seeds):
         requests = requests_of(lines, load * engines / 8)
-        Simulation(policy_of(policy), Fleet(engines, capacity), seed).run(requests)
+        Simulation(policy_of(policy), SimulatedFleet(engines, capacity), seed).run(requests)
         means.append(fmean(request.ttft_s for request in requests))
     return fmean(means)
 

@@ -18,7 +18,7 @@ from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import CheckedReadiness, CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.fleet import Fleet, FleetModel, FleetRank, FleetWorker, PrefixTree
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition
 
@@ -154,11 +154,11 @@ class FleetView:
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
         """Computes in steps the problems that the page shows: findings whose level is not `ok`."""
         catalog, state, settings = self._selector.catalog, self._state, self._selector.settings
-        records: list[WorkerRecord] = []
+        records: list[CheckedWorker] = []
         for worker in workers:
             spec = worker.spec
             records.append(
-                WorkerRecord(
+                CheckedWorker(
                     spec.worker_id,
                     spec.model_name,
                     worker.lifecycle,
@@ -183,7 +183,7 @@ class FleetView:
             records,
             sources,
             None if self._discoveries is None else self._discoveries(),
-            Readiness(state.is_recovering, state.state_fault),
+            CheckedReadiness(state.is_recovering, state.state_fault),
         )
         findings: list[Finding] = []
         for finding in judge_selector(facts):

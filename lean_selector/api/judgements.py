@@ -13,7 +13,7 @@ from lean_selector.wire.discovery_states import (
     DiscoveryReport,
     DiscoveryState,
 )
-from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
 
 
@@ -131,7 +131,7 @@ class _Use:
 
 
 def judge_shared_endpoints(
-    workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
+    workers: Sequence[CheckedWorker], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
     """Yields an error per endpoint used by two engines, by two ranks, or for events and replays."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
@@ -229,10 +229,10 @@ def _judge_discovered(worker: DiscoveredWorker) -> Iterator[Finding]:
 
 # -- workers ---------------------------------------------------------------------------------------
 
-_Alike = dict[tuple[str, str], list[WorkerRecord]]  # by model and tenant
+_Alike = dict[tuple[str, str], list[CheckedWorker]]  # by model and tenant
 
 
-def can_be_chosen(workers: list[WorkerRecord]) -> int:
+def can_be_chosen(workers: list[CheckedWorker]) -> int:
     """Returns the number of workers that can be chosen. Ejected workers count only if all workers
     of their model and tenant are ejected, because then they still get requests."""
     return sum(
@@ -242,7 +242,7 @@ def can_be_chosen(workers: list[WorkerRecord]) -> int:
 
 
 def judge_workers(
-    workers: list[WorkerRecord], discovered: Collection[int] = ()
+    workers: list[CheckedWorker], discovered: Collection[int] = ()
 ) -> Iterator[Finding]:
     """Yields findings about workers: missing fields, ejections, and different block sizes. The
     workers with the ids `discovered` are not registered over HTTP."""
@@ -279,7 +279,7 @@ def judge_workers(
             )
 
 
-def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
+def _alike(workers: Iterable[CheckedWorker]) -> _Alike:
     """Groups workers by model and tenant."""
     found: _Alike = {}
     for worker in workers:
@@ -287,21 +287,21 @@ def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
     return found
 
 
-def _is_schedulable(worker: WorkerRecord) -> bool:
+def _is_schedulable(worker: CheckedWorker) -> bool:
     return worker.lifecycle == "schedulable"
 
 
-def _ranks_that_are(worker: WorkerRecord, state: str) -> list[RankHealthRow]:
+def _ranks_that_are(worker: CheckedWorker, state: str) -> list[RankHealthRow]:
     ranks = [] if worker.health is None else worker.health.ranks
     return [rank for rank in ranks if rank.state == state]
 
 
-def _is_out(worker: WorkerRecord) -> bool:
+def _is_out(worker: CheckedWorker) -> bool:
     """Whether all ranks of the worker are ejected."""
     return len(_ranks_that_are(worker, "ejected")) >= (worker.data_parallel_size or 1)
 
 
-def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
+def _judge_health(worker: CheckedWorker) -> Iterator[Finding]:
     """Yields a finding if the worker has ejected ranks, and one if it has ranks on probation."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
@@ -362,7 +362,7 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
     yield from judge_shared_endpoints(facts.workers, facts.sources)
 
 
-def _judge_without_events(worker: WorkerRecord) -> Finding:
+def _judge_without_events(worker: CheckedWorker) -> Finding:
     """Returns the finding about a selector without any source, by one of its workers."""
     what = f"it subscribes to no KV events: {assumed_without_events(worker.routed_ttl_secs)}"
     if not worker.uses_kv_events:  # chosen
@@ -374,7 +374,7 @@ def _judge_without_events(worker: WorkerRecord) -> Finding:
     return Finding(Level.WARNING, "selector", what, mend)
 
 
-def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterator[Finding]:
+def _judge_deaf(workers: list[CheckedWorker], sources: list[KvSource]) -> Iterator[Finding]:
     """Yields a finding for each schedulable worker without a source of KV events."""
     heard = {source.worker_id for source in sources}
     for worker in workers:

@@ -17,7 +17,7 @@ from lean_selector.api.bodies import SCOPE_FIELDS, BadQuery, Query, wants_detail
 from lean_selector.api.header_warnings import with_warnings
 from lean_selector.api.replies import Answer, CallSoon, Queued, SlicedAnswers
 from lean_selector.api.routes import Route
-from lean_selector.api.shared_handlers import OK, Replication
+from lean_selector.api.shared_handlers import OK, ReplicationApi
 from lean_selector.api.worker_handlers import (
     DETAILED_FIELDS,
     KvSources,
@@ -156,7 +156,7 @@ class SelectionService(WorkerHandlers):
         dump: Callable[[], Answer],
         sources: KvSources,
         state: ServiceState,
-        replication: Replication | None = None,
+        replication: ReplicationApi | None = None,
         clock: Callable[[], float] = time.monotonic,
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,

@@ -17,7 +17,7 @@ from lean_selector.wire.selection_bodies import Ok
 OK: Final = Ok()
 
 
-class Replication(Protocol):
+class ReplicationApi(Protocol):
     """Synchronisation with other replicas, as far as HTTP handlers use it."""
 
     def register_peer(self, endpoint: str) -> bool: ...
@@ -36,7 +36,7 @@ class Replication(Protocol):
 class ReplicaHandlers:
     """The handlers of /replica_sync routes. `replication` is None if replica sync is off."""
 
-    def __init__(self, replication: Replication | None) -> None:
+    def __init__(self, replication: ReplicationApi | None) -> None:
         self._replication = replication
 
     def replica_routes(self) -> tuple[Route, ...]:
@@ -73,7 +73,7 @@ class ReplicaHandlers:
             return {} if self._replication is None else self._replication.state()
         return [] if self._replication is None else self._replication.peers()
 
-    def _switched_on(self) -> Replication:
+    def _switched_on(self) -> ReplicationApi:
         if self._replication is None:
             raise Conflict("replica sync is disabled")
         return self._replication

@@ -15,7 +15,7 @@ from lean_selector.api.bodies import SCOPE_FIELDS, Query
 from lean_selector.api.exposition import Families, Sample, table
 from lean_selector.api.metrics import WORKERS, load_families, scope_labels
 from lean_selector.api.routes import Route
-from lean_selector.api.shared_handlers import OK, ReplicaHandlers, Replication
+from lean_selector.api.shared_handlers import OK, ReplicaHandlers, ReplicationApi
 from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
@@ -40,7 +40,7 @@ class SlotTrackerService(ReplicaHandlers):
         self,
         trackers: Trackers,
         *,
-        replication: Replication | None = None,
+        replication: ReplicationApi | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(replication)

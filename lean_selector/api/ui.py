@@ -58,7 +58,7 @@ def page() -> tuple[bytes, bytes]:
 # -- the events -----------------------------------------------------------------------------------
 
 
-class Listener:
+class _Listener:
     """A client that reads the stream GET /events."""
 
     __slots__ = ("is_behind", "reply")
@@ -85,7 +85,7 @@ class Events:
         self._call_soon = call_soon
         self._call_later = call_later
         self._clock = clock
-        self._listeners: dict[Listener, None] = {}
+        self._listeners: dict[_Listener, None] = {}
         self.choices: ChoiceWatch | None = None  # set while a client listens
         self._round: Iterator[None] | None = None
         self._serial = 0  # id of the valid timer; earlier timers are ignored
@@ -100,7 +100,7 @@ class Events:
         if self._is_over or len(self._listeners) >= MOST_LISTENERS:
             raise Unavailable(f"at most {MOST_LISTENERS} clients may listen at a time")
         reply = StreamedReply()
-        listener = Listener(reply)
+        listener = _Listener(reply)
         reply.on_disconnect = lambda: self._leave(listener)
         self._listeners[listener] = None
         if self.choices is None:
@@ -118,7 +118,7 @@ class Events:
             else:
                 listener.reply.resolve(encode_response(503, b'{"error":"stopping"}'))
 
-    def _begin(self, listener: Listener) -> None:
+    def _begin(self, listener: _Listener) -> None:
         if listener not in self._listeners:
             return
         line = listener.reply.begin(closes=True)
@@ -129,7 +129,7 @@ class Events:
         if self._round is None:  # otherwise the next round is soon
             self._start()
 
-    def _leave(self, listener: Listener) -> None:
+    def _leave(self, listener: _Listener) -> None:
         self._listeners.pop(listener, None)
         if not self._listeners:
             self._selector.watch = self.choices = self._round = None

@@ -20,7 +20,7 @@ from lean_selector.api.header_warnings import (
 )
 from lean_selector.api.replies import Reply
 from lean_selector.api.routes import Route
-from lean_selector.api.shared_handlers import OK, ReplicaHandlers, Replication
+from lean_selector.api.shared_handlers import OK, ReplicaHandlers, ReplicationApi
 from lean_selector.core.health.ejections import EJECTED, IN_SERVICE, PROBATION
 from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.selector import Selector
@@ -163,7 +163,7 @@ class WorkerHandlers(ReplicaHandlers):
         selector: Selector,
         sources: KvSources,
         state: ServiceState,
-        replication: Replication | None = None,
+        replication: ReplicationApi | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(replication)

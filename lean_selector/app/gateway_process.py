@@ -16,7 +16,7 @@ from lean_selector.app.gateway_routes import prompts_of
 from lean_selector.app.host import HttpServer, StartError, new_zmq_context, run, tokens_of
 from lean_selector.app.peer_access import credentials_of
 from lean_selector.app.selector_process import SelectorParts, protocol_of, selector_app
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts, gateway_families
 from lean_selector.gateway.handler import GatewayHandler, guarded, http_refusal
 from lean_selector.gateway.model_list import ModelList
@@ -54,7 +54,7 @@ class Front(Part):
         core, flags = parts.core, config.gateway
         credentials = credentials_of(config.engines)
         client = OutboundClient(core.resolve, credentials, core.allowed)
-        self._fleet = Fleet(core.selector.catalog, flags.workers)
+        self._fleet = GatewayFleet(core.selector.catalog, flags.workers)
         self._prompts = prompts_of(config.prompt_settings, self._fleet, client)
         self._rotation = Rotation(config.settings.ejection, time.monotonic())
         self._rotation.follow(self._fleet)

@@ -23,7 +23,7 @@ from lean_selector.gateway.access_logs import (
     warn_of_a_short_queue,
 )
 from lean_selector.gateway.engine_answers import Tokenizer
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.gateway.route import RouteHandler
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lean_selector.app.decision_log import DecisionLog
 
 
-def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
+def prompts_of(settings: PromptSettings, fleet: GatewayFleet, client: OutboundClient) -> Prompts:
     """Returns the object that turns raw prompts into token ids. Raises StartError."""
     if settings.mode is not Mode.LOCAL:
         return Prompts(settings, fleet, client)
@@ -129,7 +129,7 @@ class GatewayRoutes(Part):
         selector = service.selector
         self._prompts: Prompts | None = None
         if prompts is not None:
-            self._prompts = prompts_of(prompts, Fleet(selector.catalog), new_client())
+            self._prompts = prompts_of(prompts, GatewayFleet(selector.catalog), new_client())
         self._logs: AccessLogReaders | None = None
         if access_logs.places:
             self._logs = AccessLogReaders(access_logs, selector, time.monotonic, decisions)

@@ -42,7 +42,7 @@ def run_slot_tracker(config: TrackerConfig) -> None:
     run(config, lambda log_state: _slot_tracker(config, log_state))
 
 
-class Upkeep(Part):
+class TrackerUpkeep(Part):
     """Expires reservations, and logs changes."""
 
     def __init__(self, trackers: Trackers) -> None:
@@ -87,7 +87,7 @@ class TrackerParts(Parts):
 
             kept = keep_trackers(config, self.trackers, replication, discovery)
             self._persister = self.add(kept)
-        self.add(Upkeep(self.trackers))
+        self.add(TrackerUpkeep(self.trackers))
         self._service = SlotTrackerService(self.trackers, replication=replication)
         self._report = None if discovery is None else discovery.report
 

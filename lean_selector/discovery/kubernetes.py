@@ -22,7 +22,7 @@ from lean_selector.http.outbound import OutboundClient, OutboundFailed
 # -- EndpointSlices, discovery.k8s.io/v1 -----------------------------------------------------------
 
 
-class Metadata(msgspec.Struct, rename="camel"):
+class _Metadata(msgspec.Struct, rename="camel"):
     name: str = ""
     resource_version: str = ""
 
@@ -59,7 +59,7 @@ class Port(msgspec.Struct, rename="camel"):
 
 
 class Slice(msgspec.Struct, rename="camel"):
-    metadata: Metadata = msgspec.field(default_factory=Metadata)
+    metadata: _Metadata = msgspec.field(default_factory=_Metadata)
     address_type: str = "IPv4"
     endpoints: list[SliceEndpoint] | None = None
     ports: list[Port] | None = None

@@ -29,7 +29,7 @@ from lean_selector.tasks import supervise
 from lean_selector.wire.discovery_states import KeptWorker
 
 
-class State(Enum):
+class WorkerState(Enum):
     ASKING = "asking"  # the engine has not answered yet
     REGISTERED = "registered"  # by discovery; its record tells whether it can be scheduled
     BY_HTTP = "by_http"  # registered or changed over HTTP, which takes precedence
@@ -46,7 +46,7 @@ class KnownWorker:
     worker_id: int = field(init=False)
     discoveries: list[str] = field(default_factory=list)
     engine: Particulars | None = None  # the engine's own description
-    state: State = State.ASKING
+    state: WorkerState = WorkerState.ASKING
     error: str | None = None
     spec: WorkerSpec | None = None
     leaves_at: float | None = None  # monotonic time; set while no discovery finds it
@@ -145,7 +145,7 @@ class Roster:
                 self._drop(known)
         if self._retried != self.catalog.revision:
             for known in self._known.values():
-                if known.state is State.REFUSED and self.refusal(known.key) is None:
+                if known.state is WorkerState.REFUSED and self.refusal(known.key) is None:
                     self._settle(known)
             self._retried = self.catalog.revision
 
@@ -157,7 +157,7 @@ class Roster:
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None, known.uid)
             for known in self._known.values()
-            if known.spec is not None or known.state is State.REMOVED
+            if known.spec is not None or known.state is WorkerState.REMOVED
         ]
 
     def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
@@ -171,7 +171,7 @@ class Roster:
         known.uid = kept.uid
         known.discoveries = kept.discoveries
         known.spec = spec
-        known.state = State.REMOVED if spec is None else State.REGISTERED
+        known.state = WorkerState.REMOVED if spec is None else WorkerState.REGISTERED
         self._known[kept.key] = known
         for discovery in kept.discoveries:
             self._found.setdefault(discovery, {})[kept.key] = entry
@@ -224,7 +224,7 @@ class Roster:
 
     def _settle(self, known: KnownWorker) -> None:
         """Registers a new or changed worker, unless its engine has to be queried first."""
-        if known.state in (State.BY_HTTP, State.REMOVED):
+        if known.state in (WorkerState.BY_HTTP, WorkerState.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
             return
@@ -242,7 +242,7 @@ class Roster:
             self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return
         what = "changed" if known.spec is not None else "registered"
-        known.spec, known.state = spec, State.REGISTERED
+        known.spec, known.state = spec, WorkerState.REGISTERED
         known.error = None
         self.registrations += 1
         self._tell(what, known)
@@ -258,7 +258,7 @@ class Roster:
             log.warning("discovered worker %s: %s", known.key, reason)
         known.error = reason
         if known.spec is None:
-            known.state = State.REFUSED
+            known.state = WorkerState.REFUSED
 
     def _is_taken(self, known: KnownWorker) -> bool:
         """Whether a worker with this id or endpoint was registered over HTTP, so that discovery
@@ -268,10 +268,10 @@ class Roster:
             ours = [each for each in self._known.values() if each.spec is holder.spec]
             if ours:
                 raise ValueError(f"worker_id {known.worker_id} is that of {ours[0].key}")
-            known.state = State.BY_HTTP
+            known.state = WorkerState.BY_HTTP
             return True
         if known.spec is None and known.key in self._others:
-            known.state = State.BY_HTTP
+            known.state = WorkerState.BY_HTTP
             return True
         return False
 
@@ -283,7 +283,7 @@ class Roster:
     def _withdraw(self, known: KnownWorker) -> None:
         """Removes a worker's registration from the catalog if discovery made it."""
         spec, known.spec = known.spec, None
-        known.state = State.ASKING
+        known.state = WorkerState.ASKING
         if spec is None:
             return
         holder = self.catalog.workers.get(spec.worker_id)
@@ -318,7 +318,7 @@ class Roster:
                 ours.add(known.spec.worker_id)
                 continue
             known.spec = None
-            known.state = State.REMOVED if holder is None else State.BY_HTTP
+            known.state = WorkerState.REMOVED if holder is None else WorkerState.BY_HTTP
             self._tell("deleted over HTTP" if holder is None else "taken over by HTTP", known)
         self._others = {
             endpoint_key(worker.spec.endpoint): worker_id
@@ -328,10 +328,10 @@ class Roster:
         for known in self._known.values():
             if known.spec is not None and known.key in self._others:
                 self._withdraw(known)
-                known.state = State.BY_HTTP
-            elif known.state in (State.BY_HTTP, State.REMOVED):
+                known.state = WorkerState.BY_HTTP
+            elif known.state in (WorkerState.BY_HTTP, WorkerState.REMOVED):
                 is_there = known.worker_id in workers or known.key in self._others
-                known.state = State.BY_HTTP if is_there else State.REMOVED
+                known.state = WorkerState.BY_HTTP if is_there else WorkerState.REMOVED
         self._revision = self.catalog.revision
 
 
@@ -346,9 +346,9 @@ def _named(known: KnownWorker) -> dict[str, object]:
     return {"worker_id": known.worker_id, "endpoint": known.key}
 
 
-def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
+def by_state(known: Iterable[KnownWorker]) -> dict[WorkerState, int]:
     """Returns the number of discovered workers in each state."""
-    counts = dict.fromkeys(State, 0)
+    counts = dict.fromkeys(WorkerState, 0)
     for each in known:
         counts[each.state] += 1
     return counts
@@ -396,7 +396,7 @@ class Asking:
     async def _run(self, known: KnownWorker) -> None:
         pause_s = self.again_first_s
         while True:
-            if known.state in (State.BY_HTTP, State.REMOVED):  # no answer is needed
+            if known.state in (WorkerState.BY_HTTP, WorkerState.REMOVED):  # no answer is needed
                 await asyncio.sleep(self.refresh_s)
                 continue
             try:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.model_request import (
     MOST_ID_BYTES,
     Kind,
@@ -49,7 +49,10 @@ class EngineAnswers:
     """Asks engines for their software and LoRA adapters, and caches the answers."""
 
     def __init__(
-        self, fleet: Fleet, client: OutboundClient, clock: Callable[[], float] = time.monotonic
+        self,
+        fleet: GatewayFleet,
+        client: OutboundClient,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
         self._client = client

@@ -24,7 +24,7 @@ def _base(endpoint: str | None) -> str | None:
         return None  # the worker has no URL of its own
 
 
-class Fleet:
+class GatewayFleet:
     """The workers in the catalog of a selector in this process, and those on the command line."""
 
     def __init__(self, catalog: Catalog, named: Sequence[str] = ()) -> None:

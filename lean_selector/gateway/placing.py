@@ -28,7 +28,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import RETRY_AFTER, retry_after, session_of
 from lean_selector.gateway.model_request import session_id_of
@@ -153,7 +153,7 @@ class Chooser:
         rank = partition.slots.ranks.get((placement.worker_id, placement.dp_rank))
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
-        lease = Reservation(
+        lease = _Reservation(
             selector,
             reservation_id,
             endpoint,
@@ -218,7 +218,7 @@ def _allowed(
     return others if partition.ranks_of(others) & partition.candidates else left
 
 
-class Reservation(WorkerLease):
+class _Reservation(WorkerLease):
     """A lease (claim on a worker until the request ends) with a reservation at the selector."""
 
     def __init__(
@@ -275,7 +275,7 @@ class Placing:
         prompts: Prompts,
         chooser: Chooser,
         rotation: Rotation,
-        fleet: Fleet,
+        fleet: GatewayFleet,
         counts: Counts,
         resolve: Resolve,
         tls: Callable[[], ssl.SSLContext],

@@ -50,7 +50,7 @@ _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
-class Links(NamedTuple):
+class _Links(NamedTuple):
     """Hashes of a message's compact JSON (8 bytes per piece of LINK_BYTES bytes), and its size."""
 
     hashes: bytes
@@ -59,7 +59,7 @@ class Links(NamedTuple):
 
 # By the hash of the text as sent.
 _kept_keys: Final[dict[int, int]] = {}
-_kept_links: Final[dict[int, Links]] = {}
+_kept_links: Final[dict[int, _Links]] = {}
 K = TypeVar("K")
 
 
@@ -88,7 +88,7 @@ def _key(value: Raw) -> int:
     return key
 
 
-def links_of(request: ModelRequest) -> Iterator[Links]:
+def links_of(request: ModelRequest) -> Iterator[_Links]:
     """Yields the hashes (`Links`) of each message, or of the prompt's text."""
     if request.kind not in CHATS:
         yield _cut(_compact(request.text))
@@ -103,10 +103,10 @@ def links_of(request: ModelRequest) -> Iterator[Links]:
         yield links
 
 
-def _cut(text: Raw | bytes) -> Links:
+def _cut(text: Raw | bytes) -> _Links:
     view = memoryview(text)
     pieces = [view[at : at + LINK_BYTES] for at in range(0, len(view), LINK_BYTES)]
-    return Links(b"".join([xxh3_64_digest(each) for each in pieces]), len(view))
+    return _Links(b"".join([xxh3_64_digest(each) for each in pieces]), len(view))
 
 
 def _message(raw: Raw, message: Message) -> Raw | bytes:

@@ -19,7 +19,7 @@ from lean_selector.gateway.engine_answers import (
     NotTokenized,
     Tokenizer,
 )
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import CHATS, COMPLETIONS, SEVERAL, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
@@ -71,7 +71,7 @@ class Prompts:
     def __init__(
         self,
         settings: PromptSettings,
-        fleet: Fleet,
+        fleet: GatewayFleet,
         client: OutboundClient,
         local: Tokenizer | None = None,
     ) -> None:

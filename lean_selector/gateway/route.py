@@ -85,7 +85,7 @@ TOO_LARGE: Final = "the request body is larger than 8 MiB"
 _log = logging.getLogger("lean_selector.route")
 
 
-class Prompts(Protocol):
+class PromptReader(Protocol):
     """Converts raw OpenAI requests to block hashes."""
 
     def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
@@ -96,7 +96,7 @@ class RouteHandler:
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: PromptReader,
         select_and_reserve: Callable[[SelectAndReserveRequest], object],
         free: Callable[[str], object],
         expect_output: Callable[[str, int], object],

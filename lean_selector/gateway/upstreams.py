@@ -9,7 +9,7 @@ from typing import Final
 
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.fleet import Fleet, base_of
+from lean_selector.gateway.fleet import GatewayFleet, base_of
 from lean_selector.http.client import Upstream
 
 
@@ -92,7 +92,7 @@ class Rotation:
             self._by_text[text] = known
         return known
 
-    def follow(self, fleet: Fleet) -> None:
+    def follow(self, fleet: GatewayFleet) -> None:
         """Takes over the workers of the fleet, if they have changed."""
         if self._revision != fleet.revision:
             self._revision = fleet.revision

@@ -59,7 +59,7 @@ def plain_refusal(error: HttpError) -> bytes:
     return b'{"error":"%b"}' % error.text.encode()
 
 
-class Timeouts(NamedTuple):
+class ConnectionTimeouts(NamedTuple):
     """Timeouts in seconds. A timeout may take effect late, by at most the pause between sweeps."""
 
     idle_s: float = 75.0  # for a keep-alive connection without a request
@@ -89,7 +89,7 @@ class Connections:
         self,
         call_soon: Callable[[Callable[[], None]], object],
         limits: Limits | None = None,
-        timeouts: Timeouts | None = None,
+        timeouts: ConnectionTimeouts | None = None,
         max_connections: int = MAX_CONNECTIONS,
         max_held_bytes: int = MAX_HELD_BYTES,
         refusal: Callable[[HttpError], bytes] = plain_refusal,
@@ -104,7 +104,7 @@ class Connections:
         self._later: deque[Callable[[], None]] = deque()
         self._is_due = False  # a turn of deferred work is scheduled
         self.limits = limits or Limits()
-        self.timeouts = timeouts or Timeouts()
+        self.timeouts = timeouts or ConnectionTimeouts()
         self.max_connections = max_connections
         self.max_held_bytes = max_held_bytes
         self.refusal = refusal

@@ -17,7 +17,7 @@ from typing import Final, cast
 
 from lean_selector.http.connections import TURN_S
 from lean_selector.http.connections import Connections as Connections
-from lean_selector.http.connections import Timeouts as Timeouts
+from lean_selector.http.connections import ConnectionTimeouts as ConnectionTimeouts
 from lean_selector.http.head import HeaderBlock, HttpError, Request
 from lean_selector.http.reader import RequestReader
 from lean_selector.http.response import (
@@ -185,7 +185,7 @@ class HttpProtocol(asyncio.Protocol):
     # called by Connections
 
     def expire(self, now: float) -> None:
-        """Close the connection if a timeout (see Timeouts) has passed."""
+        """Close the connection if a timeout (see ConnectionTimeouts) has passed."""
         connections = self._connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since

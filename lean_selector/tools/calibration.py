@@ -15,7 +15,13 @@ from lean_selector.tools.batching_engine import IterationTimes, SimulatedRequest
 from lean_selector.tools.recording import Recording, decode_s, found_tokens, ttft_s
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import BlockCache
-from lean_selector.tools.simulation import BLOCK_SIZE, Fleet, Policy, Simulation, requests_of
+from lean_selector.tools.simulation import (
+    BLOCK_SIZE,
+    Policy,
+    SimulatedFleet,
+    Simulation,
+    requests_of,
+)
 
 _MOST_REQUESTS = 4_000  # used to fit speeds
 _MOST_PLAYS = 8
@@ -30,7 +36,7 @@ _DEFAULT = IterationTimes()
 class Engines(msgspec.Struct, frozen=True):
     """Engines estimated from a log, and the estimated number of output tokens of each request."""
 
-    fleet: Fleet
+    fleet: SimulatedFleet
     output_tokens: list[int]
 
 
@@ -55,7 +61,7 @@ def calibrated(
         token_s = _gap_s(recording) or _TYPICAL_GAP_S * scale
     output_tokens = [1 + round(decode_s(line) / token_s) for line in recording.lines]
     pace = token_s / _TYPICAL_GAP_S
-    fleet = Fleet(len(recording.workers), capacity, slowness)
+    fleet = SimulatedFleet(len(recording.workers), capacity, slowness)
     if prefill_tokens_per_s is None:
         fleet = _fitted(recording, fleet, output_tokens, prompt_token_s, pace)
     else:
@@ -177,8 +183,12 @@ def play_recorded(
 
 
 def _fitted(
-    recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
-) -> Fleet:
+    recording: Recording,
+    fleet: SimulatedFleet,
+    output_tokens: list[int],
+    prompt_token_s: float,
+    pace: float,
+) -> SimulatedFleet:
     """Returns `fleet` with speeds fitted to the log, starting from `prompt_token_s` and `pace`."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]

@@ -40,7 +40,7 @@ from lean_selector.tools.check_questions import (
     judge_port,
 )
 from lean_selector.tools.service_process import within
-from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.selection_bodies import KvSource
 
 # -- the order of questions ------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class Examination:
         self.endpoints = {f"worker {each.worker_id}": each.endpoint for each in facts.workers}
         return [*judge_selector(facts), *(finding for found in lists for finding in found)]
 
-    async def _ask(self, worker: WorkerRecord, sources: list[KvSource]) -> list[Finding]:
+    async def _ask(self, worker: CheckedWorker, sources: list[KvSource]) -> list[Finding]:
         async with self._turn:
             try:
                 base = base_without_version(worker.endpoint or "")

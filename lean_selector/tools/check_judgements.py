@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from lean_selector.api.judgements import Level, subject_of
 from lean_selector.discovery.particulars import Particulars
-from lean_selector.wire.findings import Finding, WorkerRecord
+from lean_selector.wire.findings import CheckedWorker, Finding
 from lean_selector.wire.selection_bodies import KvSource
 
 
-def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
+def judge_engine(worker: CheckedWorker, told: Particulars) -> Iterator[Finding]:
     """Compares a worker's registration with what its engine reports about itself (`told`)."""
     subject = f"worker {worker.worker_id}"
     faults = list(_faults(worker, told, subject))
@@ -22,7 +22,7 @@ def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
         yield Finding(Level.OK, subject, f"the engine at {worker.endpoint} has {model}, {size}")
 
 
-def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[Finding]:
+def _faults(worker: CheckedWorker, told: Particulars, subject: str) -> Iterator[Finding]:
     patch = f"PATCH /workers/{worker.worker_id}"
     if told.block_size is not None and worker.block_size not in (None, told.block_size):
         yield Finding(
@@ -58,7 +58,7 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
 
 
 def judge_ports(
-    worker: WorkerRecord, told: Particulars, sources: Sequence[KvSource]
+    worker: CheckedWorker, told: Particulars, sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
     """Compares a worker's registered event and replay endpoints with those in its engine's report.
 

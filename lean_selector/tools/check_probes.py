@@ -18,7 +18,7 @@ from lean_selector.core.index.shapes import BlockStored
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.urls import base_without_version
 from lean_selector.tools.check_questions import AskedSelector, NoReplay, NotASelector, Replays
-from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.selection_bodies import KvSource
 
 _TOKEN_IDS: Final = range(10, 100)
@@ -43,7 +43,7 @@ class Probe:
     """The prompt for one worker: a first block that all prompts share, random blocks, and one more
     token, so that engines cache all blocks before this token."""
 
-    def __init__(self, worker: WorkerRecord, first: list[int]) -> None:
+    def __init__(self, worker: CheckedWorker, first: list[int]) -> None:
         self.worker = worker
         self.first = first
         size = len(first)

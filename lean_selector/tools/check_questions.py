@@ -14,7 +14,7 @@ from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.links.link import HTTP, is_greeting, said_at, why_unreachable
 from lean_selector.links.links import Links
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import CheckedReadiness, CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.fleet import Fleet
 from lean_selector.wire.kv_events import NotABatch, batch_slices
 from lean_selector.wire.selection_bodies import KvSource
@@ -22,15 +22,15 @@ from lean_selector.wire.selection_bodies import KvSource
 # -- the selector ----------------------------------------------------------------------------------
 
 
-class OverlapRow(msgspec.Struct):
+class _OverlapRow(msgspec.Struct):
     """A row (one rank) of the answer of POST /overlap_scores, as in Dynamo 1.3 or 1.6."""
 
     worker_id: int
     device_blocks: int = 0
 
 
-class OverlapScores(msgspec.Struct):
-    workers: list[OverlapRow] = []
+class _OverlapScores(msgspec.Struct):
+    workers: list[_OverlapRow] = []
 
 
 T = TypeVar("T")
@@ -60,10 +60,10 @@ class AskedSelector:
                     f"GET {self.url}/ready: status {ready.status}: not a selection service"
                 )
             try:
-                readiness = msgspec.json.decode(ready.body, type=Readiness)
+                readiness = msgspec.json.decode(ready.body, type=CheckedReadiness)
             except msgspec.DecodeError:  # another service may answer anything
-                readiness = Readiness()
-            workers = await self._told("/workers?detail=true", list[WorkerRecord])
+                readiness = CheckedReadiness()
+            workers = await self._told("/workers?detail=true", list[CheckedWorker])
             return SelectorFacts(
                 ready.status == 200,
                 workers,
@@ -102,7 +102,7 @@ class AskedSelector:
             ) from None
 
     async def cached_blocks(
-        self, worker: WorkerRecord, token_ids: list[int], is_eagle: bool | None = None
+        self, worker: CheckedWorker, token_ids: list[int], is_eagle: bool | None = None
     ) -> dict[int, int]:
         """Returns worker_id -> number of blocks of the prompt `token_ids` that the selector
         believes to be cached. `is_eagle`, if given, overrides the `is_eagle` of the registration.
@@ -121,7 +121,7 @@ class AskedSelector:
         answer = await self._client.request("POST", url, text, timeout_s=self._timeout_s)
         if answer.status != 200:
             raise OutboundFailed(f"POST {url}: status {answer.status}", answer.status)
-        rows = msgspec.json.decode(answer.body, type=OverlapScores).workers
+        rows = msgspec.json.decode(answer.body, type=_OverlapScores).workers
         most: dict[int, int] = {}
         for row in rows:
             most[row.worker_id] = max(row.device_blocks, most.get(row.worker_id, 0))

@@ -40,7 +40,7 @@ class Row(msgspec.Struct, frozen=True):
     imbalance: float  # computed tokens of the busiest engine, relative to the average
 
 
-class Change(msgspec.Struct, frozen=True):
+class SettingChange(msgspec.Struct, frozen=True):
     """The relative change of a mean, with its 95 % confidence interval."""
 
     mean: float
@@ -52,7 +52,7 @@ class Change(msgspec.Struct, frozen=True):
         return self.low > 0.0 or self.high < 0.0
 
 
-def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
+def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> SettingChange:
     """Returns the relative change from the mean of `others` to that of `ours`. Both lists have one
     value per request. The interval is bootstrapped from up to 40 groups of successive requests."""
     size = -(-len(ours) // PARTS)
@@ -65,7 +65,7 @@ def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> 
         draws.append(sum(each[0] for each in drawn) / max(1e-9, sum(each[1] for each in drawn)) - 1)
     draws.sort()
     mean = sum(ours) / max(1e-9, sum(others)) - 1
-    return Change(mean, percentile(draws, _EACH_SIDE), percentile(draws, 1 - _EACH_SIDE))
+    return SettingChange(mean, percentile(draws, _EACH_SIDE), percentile(draws, 1 - _EACH_SIDE))
 
 
 def _row(name: str, requests: Sequence[SimulatedRequest], engines: Sequence[BatchingEngine]) -> Row:
@@ -256,7 +256,7 @@ class Replayed(msgspec.Struct, frozen=True):
     """The results of a replay, for the file of `--json`."""
 
     rows: list[Row]
-    ttft_change: Change  # of the other settings relative to the recorded ones
+    ttft_change: SettingChange  # of the other settings relative to the recorded ones
     infinite_cache_tokens: int
     diverges_after: float  # as a share of the requests
 
@@ -318,6 +318,6 @@ def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]
     ]
 
 
-def change_text(change: Change) -> str:
+def change_text(change: SettingChange) -> str:
     sure = "" if change.is_sure else ", not significant"
     return f"{change.mean:+.1%} ({change.low:+.1%} to {change.high:+.1%}){sure}"

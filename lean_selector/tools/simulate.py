@@ -14,9 +14,9 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.service_process import ServiceError, within
 from lean_selector.tools.simulation import (
     RULES,
-    Fleet,
     Outcome,
     Policy,
+    SimulatedFleet,
     Simulation,
     outcome,
     requests_of,
@@ -197,7 +197,9 @@ def compare(options: argparse.Namespace) -> None:
     if not lines:
         raise ServiceError("the trace has no request")
     sync_s = None if options.sync_ms is None else options.sync_ms / 1e3
-    fleet = Fleet(options.engines, options.capacity, options.slowness, options.selectors, sync_s)
+    fleet = SimulatedFleet(
+        options.engines, options.capacity, options.slowness, options.selectors, sync_s
+    )
     policies = options.policy or [policy_of(text) for text in _DEFAULT]
     progress, outcomes, curves = Progress(len(lines)), list[Outcome](), list[Curves]()
     width = max(len(policy.name) for policy in policies)

@@ -135,7 +135,7 @@ class Policy(msgspec.Struct, frozen=True):
 # -- a run -----------------------------------------------------------------------------------------
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class SimulatedFleet(msgspec.Struct, frozen=True):
     """A simulation's engines. Engine i needs `slowness[i % len(slowness)]` times the usual time."""
 
     engines: int = 8
@@ -203,7 +203,7 @@ class _Router:
 class Simulation:
     """The simulation of one policy on engines. The same seed gives the same results."""
 
-    def __init__(self, policy: Policy, fleet: Fleet, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, fleet: SimulatedFleet, seed: int = 0) -> None:
         self._rule = policy.rule
         self._sync_s = fleet.sync_s
         slowness = fleet.slowness

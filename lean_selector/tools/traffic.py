@@ -37,14 +37,14 @@ OUTPUT_TOKENS = (32, 160)
 THINKING_S = (0.1, 0.6)
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ConversationTurn(msgspec.Struct, frozen=True):
     """One request of a conversation, and the pause of the user before the request."""
 
     thinking_s: float
     request: EngineRequest
 
 
-def conversations(seed: int, user: int) -> Iterator[Turn]:
+def conversations(seed: int, user: int) -> Iterator[ConversationTurn]:
     """Yields the turns of one user without end. The turns depend only on `seed` and `user`."""
     for number in count():
         rng = Random(f"{seed}/{user}/{number}")
@@ -57,25 +57,25 @@ def conversations(seed: int, user: int) -> Iterator[Turn]:
             filled = len(history) // BLOCK_SIZE - isl_tokens // BLOCK_SIZE
             name = f"demo-{user}-{number}-{turn}"
             request = make_request(name, history.copy(), isl_tokens, filled, BLOCK_SIZE)
-            yield Turn(rng.uniform(*THINKING_S), request)
+            yield ConversationTurn(rng.uniform(*THINKING_S), request)
 
 
 # -- answers of the service, as far as they are read -----------------------------------------------
 
 
-class Worker(msgspec.Struct):
+class _Worker(msgspec.Struct):
     worker_id: int
     lifecycle: str
     not_schedulable_reasons: list[str] = []
 
 
-class Overlap(msgspec.Struct):
+class _Overlap(msgspec.Struct):
     gpu: int
 
 
-class Selection(msgspec.Struct):
+class _Selection(msgspec.Struct):
     worker_id: int
-    overlap: Overlap
+    overlap: _Overlap
 
 
 class PartitionLoad(msgspec.Struct):
@@ -145,7 +145,7 @@ class Player:
         for engine in self._engines.values():
             body = {"model_name": self._model_name, **engine.registration()}
             answer = await self._client.call("POST", "/workers", body)
-            worker = msgspec.json.decode(answer, type=Worker)
+            worker = msgspec.json.decode(answer, type=_Worker)
             if worker.lifecycle != "schedulable":
                 why = "; ".join(worker.not_schedulable_reasons)
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
@@ -218,7 +218,7 @@ class Player:
             "isl_tokens": request.isl_tokens,
         }
         answer = await self._timed("select_and_reserve", "POST", "/select_and_reserve", body)
-        selection = msgspec.json.decode(answer, type=Selection)
+        selection = msgspec.json.decode(answer, type=_Selection)
         reservation = f"/reservations/{quote(request.request_id, safe='')}"
         try:
             ttft_s = await self._serve(request, selection, reservation)
@@ -227,7 +227,9 @@ class Player:
         report = {"outcome": "ok", "ttft_ms": max(0.0, 1e3 * ttft_s)}
         await self._timed("report", "POST", f"/workers/{selection.worker_id}/report", report)
 
-    async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> float:
+    async def _serve(
+        self, request: EngineRequest, selection: _Selection, reservation: str
+    ) -> float:
         """Runs the request on the chosen engine, and reports each step to the service. Returns the
         time to first token, in seconds."""
         engine = self._engines.get(selection.worker_id)

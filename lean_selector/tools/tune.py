@@ -14,8 +14,8 @@ from lean_selector.tools.replay import (
     HEAD,
     NONE,
     PARTS,
-    Change,
     Row,
+    SettingChange,
     add_arguments,
     change_of,
     change_text,
@@ -38,7 +38,7 @@ class Tuned(msgspec.Struct, frozen=True):
     """The recommended settings ({} if none), and how the best ones tried change the mean TTFT."""
 
     settings: dict[str, object]
-    ttft_change: Change
+    ttft_change: SettingChange
 
 
 def main(argv: Sequence[str]) -> int:

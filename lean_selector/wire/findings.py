@@ -21,7 +21,7 @@ class Finding(msgspec.Struct, frozen=True):
 # -- what a selector answers -----------------------------------------------------------------------
 
 
-class WorkerRecord(msgspec.Struct):
+class CheckedWorker(msgspec.Struct):
     """A row of GET /workers?detail=true. The reference returns only some of these fields."""
 
     worker_id: int
@@ -43,7 +43,7 @@ class WorkerRecord(msgspec.Struct):
             self.tenant_id = self.routing_group
 
 
-class Readiness(msgspec.Struct):
+class CheckedReadiness(msgspec.Struct):
     """The fields of GET /ready that `lean-selector check` reads."""
 
     recovering: bool = False
@@ -54,8 +54,8 @@ class SelectorFacts(msgspec.Struct):
     """What `lean-selector check` judges. `sources` and `discoveries` are None if not reported."""
 
     is_ready: bool
-    workers: list[WorkerRecord]
+    workers: list[CheckedWorker]
     sources: list[KvSource] | None
     discoveries: DiscoveryReport | None = None
-    readiness: Readiness = msgspec.field(default_factory=Readiness)
+    readiness: CheckedReadiness = msgspec.field(default_factory=CheckedReadiness)
     deaf_ports: Collection[str] = ()  # KV-event endpoints that were tried from here, in vain

@@ -16,7 +16,7 @@ from lean_selector.discovery.engine_questions import (
     read_vllm_sources,
 )
 from lean_selector.discovery.particulars import Particulars
-from lean_selector.discovery.roster import Asking, KnownWorker, State
+from lean_selector.discovery.roster import Asking, KnownWorker, WorkerState
 from lean_selector.http.outbound import OutboundFailed
 from tests.support.fake_engine import FakeEngine
 from tests.support.on_loop import on_loop, until
@@ -265,7 +265,7 @@ class Engines:
 
 
 @asynccontextmanager
-async def asking(url: str, state: State = State.ASKING) -> AsyncIterator[Engines]:
+async def asking(url: str, state: WorkerState = WorkerState.ASKING) -> AsyncIterator[Engines]:
     engines = Engines(url)
     engines.known.state = state
     engines.asking.begin(engines.known)
@@ -301,8 +301,8 @@ async def test_a_port_where_nobody_listens_is_asked_again() -> None:
 @on_loop
 async def test_who_is_known_over_http_is_not_asked() -> None:
     with FakeEngine() as engine, FakeEngine() as other:
-        async with asking(engine.url, State.BY_HTTP) as it, asking(other.url) as beside:
+        async with asking(engine.url, WorkerState.BY_HTTP) as it, asking(other.url) as beside:
             await until(lambda: len(beside.heard) > 3)
             assert not engine.asked
-            it.known.state = State.ASKING
+            it.known.state = WorkerState.ASKING
             await until(lambda: it.heard)

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from lean_selector.core.selection.shapes import Source, WorkerSpec
 from lean_selector.discovery.particulars import Found, Particulars, worker_id_of
-from lean_selector.discovery.roster import KnownWorker, Roster, State, by_state
+from lean_selector.discovery.roster import KnownWorker, Roster, WorkerState, by_state
 from tests.support.driven_selector import DrivenSelector
 
 A, B = "http://a:8000", "http://b:8000"
@@ -95,9 +95,11 @@ def test_an_engine_that_was_found_is_registered_when_it_says_what_it_is() -> Non
     driven = Driven()
     driven.find(A)
     assert (driven.asked, driven.endpoints()) == ([A], [])
-    assert by_state(driven.roster)[State.ASKING] == 1
+    assert by_state(driven.roster)[WorkerState.ASKING] == 1
     driven.hear(A)
-    assert {state: n for state, n in by_state(driven.roster).items() if n} == {State.REGISTERED: 1}
+    assert {state: n for state, n in by_state(driven.roster).items() if n} == {
+        WorkerState.REGISTERED: 1
+    }
     worker = driven.catalog.workers[worker_id_of(A)]
     assert (worker.lifecycle, worker.spec.endpoint, worker.spec.block_size) == ("schedulable", A, 4)
     assert driven.sources.subscribed == {(worker_id_of(A), 0): Source("tcp://a:5557", None)}
@@ -136,7 +138,7 @@ def test_what_nobody_says_leaves_a_worker_incomplete_for_all_to_see() -> None:
     driven.hear(A, Particulars(model_name="m", block_size=4))
     worker = driven.catalog.workers[worker_id_of(A)]
     assert worker.reasons == ["kv_events endpoint is required for dp_rank 0"]
-    assert driven.known(A).state is State.REGISTERED
+    assert driven.known(A).state is WorkerState.REGISTERED
 
 
 def test_a_block_size_that_nobody_tells_is_assumed_and_logged(
@@ -193,17 +195,17 @@ def test_an_endpoint_without_a_scheme_is_one_with_that_of_http() -> None:
     driven.post(6, endpoint="b:8000")
     driven.find(entry("a:8000"), entry(B))
     assert list(driven.catalog.workers) == [5, 6]
-    assert [driven.known(key).state for key in (A, B)] == [State.BY_HTTP, State.BY_HTTP]
+    assert [driven.known(key).state for key in (A, B)] == [WorkerState.BY_HTTP, WorkerState.BY_HTTP]
 
 
 def test_what_cannot_be_registered_says_why_and_is_tried_again() -> None:
     driven = Driven()
     driven.find(Particulars(endpoint=A, tenant_id="t", routing_group="g"))
     driven.hear(A)
-    assert driven.known(A).state is State.REFUSED
+    assert driven.known(A).state is WorkerState.REFUSED
     assert "two names of one thing" in (driven.known(A).error or "")
     driven.find(A)
-    assert driven.known(A).state is State.REGISTERED
+    assert driven.known(A).state is WorkerState.REGISTERED
     driven.hear(A, Particulars(model_name="m", block_size=4, data_parallel_size=5000))
     assert "exceeds the maximum" in (driven.known(A).error or "")
     assert driven.catalog.workers[worker_id_of(A)].spec.data_parallel_size is None, "it holds"
@@ -254,7 +256,7 @@ def test_an_id_goes_to_another_endpoint_when_its_holder_has_left() -> None:
     driven = Driven()
     driven.find(entry(A, worker_id=1))
     driven.find(entry(B, worker_id=1))
-    assert (driven.known(B).state, driven.endpoints()) == (State.REFUSED, [A])
+    assert (driven.known(B).state, driven.endpoints()) == (WorkerState.REFUSED, [A])
     driven.later(GRACE_S)
     assert (driven.known(B).error, driven.endpoints()) == (None, [B])
 
@@ -336,8 +338,8 @@ def test_another_pod_is_registered_where_the_last_one_was_deleted_but_not_over_h
     driven.catalog.remove(worker_id_of(A))
     driven.post(worker_id_of(B), endpoint=B)
     driven.find(entry(A), entry(B), uids={A: "3", B: "4"})
-    assert driven.known(A).state is State.REGISTERED
-    assert driven.known(B).state is State.BY_HTTP
+    assert driven.known(A).state is WorkerState.REGISTERED
+    assert driven.known(B).state is WorkerState.BY_HTTP
 
 
 # -- leaving --------------------------------------------------------------------------------------
@@ -386,7 +388,7 @@ def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
     driven.later(1)
     driven.find(entry(A, taints=["new"]))
     driven.later(1)
-    assert (driven.known(A).state, driven.endpoints()) == (State.REMOVED, [])
+    assert (driven.known(A).state, driven.endpoints()) == (WorkerState.REMOVED, [])
     driven.find()
     driven.later(GRACE_S)
     driven.find(entry(A))
@@ -463,9 +465,9 @@ class Story(RuleBasedStateMachine):
         for each in self.driven.roster:
             worker = self.driven.catalog.workers.get(each.worker_id)
             ours = worker is not None and worker.spec is each.spec
-            assert ours == (each.state is State.REGISTERED)
-            assert each.state is not State.REFUSED
-            if each.state is State.REMOVED:
+            assert ours == (each.state is WorkerState.REGISTERED)
+            assert each.state is not WorkerState.REFUSED
+            if each.state is WorkerState.REMOVED:
                 assert worker is None
 
 
@@ -539,8 +541,8 @@ def test_after_a_restart_what_was_said_over_http_stands() -> None:
     assert after.endpoints() == [B]
     after.find(entry(A), entry(B))
     assert after.endpoints() == [B]
-    assert after.known(A).state is State.REMOVED
-    assert after.known(B).state is State.BY_HTTP
+    assert after.known(A).state is WorkerState.REMOVED
+    assert after.known(B).state is WorkerState.BY_HTTP
     after.find(entry(B))
     after.later(GRACE_S)
     after.find(entry(A), entry(B))  # anew

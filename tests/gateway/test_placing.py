@@ -14,7 +14,7 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.engine_answers import _Told
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts, RetryBudget
 from lean_selector.gateway.handler import GatewayHandler
 from lean_selector.gateway.placing import Chooser, Placing
@@ -50,7 +50,7 @@ class Gateway:
         self.selector.upsert_worker(spec, NOW)
         rotation, nothing = Rotation(EjectionSettings(), NOW), cast(Any, None)
         counts = self.counts = Counts()
-        fleet = Fleet(self.selector.catalog)
+        fleet = GatewayFleet(self.selector.catalog)
         prompts = Prompts(PromptSettings(mode=mode, ask_from_bytes=1 << 20), fleet, nothing)
         prompts._engines._told[WORKER] = _Told(prompts._engines._clock(), "vllm", {}, (0, 0))
         placing = Placing(

@@ -13,7 +13,7 @@ from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.answers import UNMARKABLE
 from lean_selector.gateway.engine_answers import FRESH_S, EngineAnswers
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.model_request import (
     ENGINE_FIELDS,
     MEDIA,
@@ -49,14 +49,14 @@ MESSAGES = [
 
 def fleet_of(
     workers: dict[int, str], model: str = MODEL, block_size: int = BLOCK_SIZE, out: int = 0
-) -> Fleet:
+) -> GatewayFleet:
     """A fleet of one model. `out`: the id of the worker that is ejected."""
     driven = DrivenSelector()
     for worker_id, url in workers.items():
         driven.register(worker_id, model_name=model, endpoint=url, block_size=block_size)
     for _ in range(EjectionSettings().failed_polls):
         driven.selector.health.polled(out, "it is silent", 0.0)
-    return Fleet(driven.selector.catalog)
+    return GatewayFleet(driven.selector.catalog)
 
 
 @asynccontextmanager

@@ -1,7 +1,7 @@
 """Where the gateway's workers are: those that are known, whose turn it is, and who has gone."""
 
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.fleet import Fleet
+from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from tests.http.test_protocol import Transport
@@ -16,7 +16,7 @@ class Known:
     def __init__(self, *named: str) -> None:
         self.selector = DrivenSelector(use_kv_events=False)
         self.rotation = Rotation(EjectionSettings(), 0.0)
-        self.fleet = Fleet(self.selector.selector.catalog, named)
+        self.fleet = GatewayFleet(self.selector.selector.catalog, named)
 
     def register(self, worker_id: int, model: str, url: str, block_size: int | None = 16) -> None:
         """Without a block size it cannot be chosen."""

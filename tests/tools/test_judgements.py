@@ -23,7 +23,7 @@ from lean_selector.wire.discovery_states import (
     DiscoveryReport,
     DiscoveryState,
 )
-from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import CheckedReadiness, CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow, WorkerHealthDetail
 
 OK, NOTE, WARNING, ERROR = Level.OK, Level.NOTE, Level.WARNING, Level.ERROR
@@ -44,14 +44,14 @@ def source(state: str, **fields: Any) -> KvSource:
 def test_a_tenant_has_either_name() -> None:
     body = b'{"worker_id":1,"model_name":"m","lifecycle":"schedulable","%b":"a"}'
     for name in (b"tenant_id", b"routing_group"):
-        assert msgspec.json.decode(body % name, type=WorkerRecord).tenant_id == "a"
+        assert msgspec.json.decode(body % name, type=CheckedWorker).tenant_id == "a"
 
 
-def worker(worker_id: int, *ranks: RankHealthRow, **fields: Any) -> WorkerRecord:
+def worker(worker_id: int, *ranks: RankHealthRow, **fields: Any) -> CheckedWorker:
     health = WorkerHealthDetail("in_service", [*ranks])
     endpoint = f"http://gpu-{worker_id}"
     told: dict[str, Any] = {"endpoint": endpoint, "block_size": 16, "health": health, **fields}
-    return WorkerRecord(worker_id, "m", "schedulable", **told)
+    return CheckedWorker(worker_id, "m", "schedulable", **told)
 
 
 def told(findings: Any) -> list[tuple[str, str]]:
@@ -112,7 +112,7 @@ def test_a_replay_endpoint_that_is_registered_is_not_asked_for_again(state: str)
 # -- endpoints that ranks share -------------------------------------------------------------------
 
 
-def shared(workers: list[WorkerRecord], *sources: tuple[int, str, str | None]) -> list[Finding]:
+def shared(workers: list[CheckedWorker], *sources: tuple[int, str, str | None]) -> list[Finding]:
     """`sources` are (worker, events endpoint, replay endpoint), each further one another rank."""
     ranks = [
         source(
@@ -311,7 +311,9 @@ def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_
         (SelectorFacts(True, [worker(1, uses_kv_events=False)], []), [OK, NOTE]),  # as chosen
         (SelectorFacts(True, [worker(1)], None), [OK, NOTE]),  # tells no sources: the reference
         (
-            SelectorFacts(True, [worker(1)], None, readiness=Readiness(True, "no space left")),
+            SelectorFacts(
+                True, [worker(1)], None, readiness=CheckedReadiness(True, "no space left")
+            ),
             [OK, NOTE, WARNING, NOTE],  # a recovery under way, and a state that is not written
         ),
     ],

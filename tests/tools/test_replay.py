@@ -15,7 +15,13 @@ from lean_selector.tools.recording import read_log
 from lean_selector.tools.replay import change_of
 from lean_selector.tools.replay import main as replay
 from lean_selector.tools.simulate import policy_of
-from lean_selector.tools.simulation import Fleet, Policy, Simulation, requests_of, round_robin
+from lean_selector.tools.simulation import (
+    Policy,
+    SimulatedFleet,
+    Simulation,
+    requests_of,
+    round_robin,
+)
 from lean_selector.tools.trace import made_up_lines
 from lean_selector.tools.tune import main as tune
 from lean_selector.wire.decision_lines import DecisionLine
@@ -36,7 +42,7 @@ def talks(number: int) -> list[DecisionLine]:
     return [line for line, _ in zip(made_up_lines(), range(number), strict=False)]
 
 
-def logged(lines: list[DecisionLine], policy: Policy, fleet: Fleet) -> list[DecisionLine]:
+def logged(lines: list[DecisionLine], policy: Policy, fleet: SimulatedFleet) -> list[DecisionLine]:
     """As a service that chose by this policy would have logged them."""
     requests = requests_of(lines, 1.0)
     simulation = Simulation(policy, fleet, 3)
@@ -54,7 +60,7 @@ def logged(lines: list[DecisionLine], policy: Policy, fleet: Fleet) -> list[Deci
     ]
 
 
-FLEET = Fleet(4, 700, times=IterationTimes(prompt_token_s=1 / 20_000))
+FLEET = SimulatedFleet(4, 700, times=IterationTimes(prompt_token_s=1 / 20_000))
 
 
 def test_engines_are_found_from_what_they_did(tmp_path: Path) -> None:
@@ -69,7 +75,7 @@ def test_engines_are_found_from_what_they_did(tmp_path: Path) -> None:
 
 
 def test_a_slow_engine_is_seen(tmp_path: Path) -> None:
-    slow = Fleet(4, 700, (1.0, 1.0, 1.0, 3.0))
+    slow = SimulatedFleet(4, 700, (1.0, 1.0, 1.0, 3.0))
     lines = logged(talks(400), Policy("in turn", rule=round_robin), slow)
     factors = calibrated(read_log([write(tmp_path / "log", lines)], None)).fleet.slowness
     assert factors[3] > 2 * max(factors[:3])
@@ -123,7 +129,7 @@ def test_tune_finds_what_is_better_and_says_where_nothing_is(
     assert found["ttft_change"]["high"] < 0.0
     assert found["settings"].get("policy") == "latency" or found["settings"]["prefill_load_scale"]
     # One engine: wherever requests go, they go there.
-    one = Fleet(1, 700, times=IterationTimes(prompt_token_s=1 / 50_000))
+    one = SimulatedFleet(1, 700, times=IterationTimes(prompt_token_s=1 / 50_000))
     path = write(tmp_path / "one", logged(talks(100), policy_of("dynamo"), one))
     assert tune([str(path), "--json", str(figures)]) == 0
     assert json.loads(figures.read_bytes())["settings"] == {}

@@ -9,7 +9,13 @@ import pytest
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
 from lean_selector.tools.simulate import main
-from lean_selector.tools.simulation import Fleet, Policy, Simulation, requests_of, round_robin
+from lean_selector.tools.simulation import (
+    Policy,
+    SimulatedFleet,
+    Simulation,
+    requests_of,
+    round_robin,
+)
 from lean_selector.wire.decision_lines import DecisionLine
 
 # An iteration takes a second, and a second more for each of the ten prompt tokens at most.
@@ -71,10 +77,10 @@ LINES = [
 ]
 
 
-FLEET = Fleet(3, 50, (1.0, 2.0))
+FLEET = SimulatedFleet(3, 50, (1.0, 2.0))
 
 
-def played(policy: Policy, fleet: Fleet = FLEET) -> list[SimulatedRequest]:
+def played(policy: Policy, fleet: SimulatedFleet = FLEET) -> list[SimulatedRequest]:
     requests = requests_of(LINES, 1.0)
     simulation = Simulation(policy, fleet, 7)
     simulation.run(requests)
@@ -104,7 +110,7 @@ def test_cold_prompts_that_come_together_go_where_their_prefix_is_being_computed
     for predicted_ttl_s in (0.0, 10.0):
         requests = requests_of(lines, 1.0)
         settings = RouterSettings(predicted_ttl_s=predicted_ttl_s)
-        Simulation(Policy("dynamo", settings), Fleet(), 7).run(requests)
+        Simulation(Policy("dynamo", settings), SimulatedFleet(), 7).run(requests)
         hits.append(sum(each.hit for each in requests))
         ttft_s.append(sum(each.ttft_s for each in requests))
     assert hits[0] == 0
@@ -122,7 +128,7 @@ def test_selectors_know_of_each_other_as_soon_as_they_are_synced() -> None:
     """Each of three in turn sees idle engines, unless it hears of the others at once."""
     seen = {}
     for sync_s in (0.0, None):
-        fleet = Fleet(6, 50, selectors=3, sync_s=sync_s)
+        fleet = SimulatedFleet(6, 50, selectors=3, sync_s=sync_s)
         first = played(Policy("dynamo"), fleet)[:6]
         seen[sync_s] = len({each.worker_id for each in first})
     assert seen[0.0] == 6 > seen[None]

@@ -11,7 +11,7 @@ import pytest
 
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.batching_engine import SimulatedRequest
-from lean_selector.tools.simulation import Fleet, Policy, Simulation, requests_of
+from lean_selector.tools.simulation import Policy, SimulatedFleet, Simulation, requests_of
 from lean_selector.tools.trace import TRACE_BLOCK_TOKENS
 from lean_selector.wire.decision_lines import DecisionLine
 
@@ -32,7 +32,7 @@ def served(
         for at, blocks, output in lines
     ]
     requests = requests_of(trace, 1.0)
-    Simulation(Policy("latency", settings), Fleet(engines, capacity)).run(requests)
+    Simulation(Policy("latency", settings), SimulatedFleet(engines, capacity)).run(requests)
     return requests
 
 
