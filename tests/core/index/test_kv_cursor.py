@@ -307,7 +307,7 @@ def test_with_a_replay_endpoint(story: str) -> None:
 
 # -- the table of states in the module's docstring ------------------------------------------------
 
-SOURCE = Path(__file__).parents[3] / "lean_selector/core/index/kv_cursor.py"
+SOURCE = Path(kv_cursor.__file__).with_name("kv_cursor.py")  # beside the compiled module, too
 # 0 and 1 were applied; where a replay is due or running, 2 and 3 are missing, and 4 was early.
 STATES = {
     "idle": "live 0 1",
