@@ -6,5 +6,5 @@ PURE, COMPILED = "pure", "compiled"
 
 
 def form() -> str:
-    """Returns COMPILED if mypyc has compiled this package, otherwise PURE."""
+    """Return COMPILED if mypyc has compiled this package, otherwise PURE."""
     return COMPILED if IS_COMPILED else PURE

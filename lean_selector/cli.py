@@ -35,7 +35,7 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or the command that `argv` names. Returns the exit status."""
+    """Runs the selection service, or the command that `argv` names. Return the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in TOOLS:
@@ -85,7 +85,7 @@ def _gateway(arguments: Sequence[str]) -> int:
 
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
-    """Runs the slot tracker, which tracks active requests by rank. Returns the exit status."""
+    """Runs the slot tracker, which tracks active requests by rank. Return the exit status."""
     hold_standard_streams()
     from lean_selector.app.service_flags import TrackerConfig
 
@@ -106,7 +106,7 @@ def _served(
     run: tuple[str, str],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parses the flags of a service, and runs the service. Returns the exit status.
+    """Parses the flags of a service, and runs the service. Return the exit status.
 
     `run`: the module and the function that run the service. The module is imported after the flags
     are parsed, so that `--help` and invalid flags are answered at once."""

@@ -16,7 +16,7 @@ class Part:
         return ()
 
     def families(self) -> "Families":
-        """Returns the part's metrics."""
+        """Return the part's metrics."""
         return []
 
     def start(self) -> None:

@@ -49,7 +49,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def signed_hashes(hashes: Sequence[int]) -> list[int]:
-    """Returns 64-bit hashes as signed integers, the form in which they are sent.
+    """Return 64-bit hashes as signed integers, the form in which they are sent.
 
     Accepts -2^63 to 2^64-1. Raises ValueError outside of this range."""
     if hashes and not (min(hashes) >= -(2**63) and max(hashes) < 2**64):
@@ -58,7 +58,7 @@ def signed_hashes(hashes: Sequence[int]) -> list[int]:
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """Returns the endpoint of a data-parallel rank. For tcp, dp_rank is added to the port. Other
+    """Return the endpoint of a data-parallel rank. For tcp, dp_rank is added to the port. Other
     endpoints get the suffix `_dp<rank>`. The endpoint is unchanged for rank 0, and for a port that
     the system chooses (`0` or `*`). Raises ValueError if the new tcp port is invalid."""
     head, _, port = endpoint.rpartition(":")

@@ -129,7 +129,7 @@ Steps = Generator[Awaitable[Any], Any, T]
 
 
 def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
-    """Runs the generator `steps` until it yields its first future. Returns a task that awaits the
+    """Runs the generator `steps` until it yields its first future. Return a task that awaits the
     futures and runs the rest, or None if the generator ends without yielding a future."""
     try:
         awaited = steps.send(None)
@@ -170,7 +170,7 @@ async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
 
 
 async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
-    """Returns the result of `future`. Raises TimeoutError after `limit_s` s (None: no limit)."""
+    """Return the result of `future`. Raises TimeoutError after `limit_s` s (None: no limit)."""
     async with asyncio.timeout(limit_s):
         return await future
 

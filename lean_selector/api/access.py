@@ -49,7 +49,7 @@ UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is unknown", b', error="in
 
 
 def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
-    """Returns the 401 or 403 for a request whose `role` is below the `needed` role."""
+    """Return the 401 or 403 for a request whose `role` is below the `needed` role."""
     if role == OPEN:
         return UNKNOWN_TOKEN if credential else NO_TOKEN
     name = NAMES[needed]
@@ -87,7 +87,7 @@ class AccessTokens:
         self.roles = _roles_of(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
-        """Returns the role of the token with the digest `credential`, or OPEN if no token has it.
+        """Return the role of the token with the digest `credential`, or OPEN if no token has it.
         The digest is keyed, so the duration of the look-up reveals nothing about the token."""
         return self.roles.get(credential, OPEN)
 

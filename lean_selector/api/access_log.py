@@ -61,7 +61,7 @@ def with_access_log(
 
 
 def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
-    """Returns the log fields that are known before the answer, in the order of the log line."""
+    """Return the log fields that are known before the answer, in the order of the log line."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
@@ -97,7 +97,7 @@ def _write(fields: dict[str, object], status: bytes, response: Response, seconds
 
 
 def _told_in(head: bytes | bytearray) -> dict[str, object]:
-    """Returns the log fields that are taken from an answer's headers."""
+    """Return the log fields that are taken from an answer's headers."""
     return {
         _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
         for name, value in _HEADERS.findall(head)

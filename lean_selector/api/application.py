@@ -42,7 +42,7 @@ def metrics_route(
     call_soon: CallSoon,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Route:
-    """Returns the route GET /metrics. `families` is called for each scrape, to get all metrics."""
+    """Return the route GET /metrics. `families` is called for each scrape, to get all metrics."""
 
     def parts() -> Iterator[bytes]:
         pieces = exposition_text(families())
@@ -67,7 +67,7 @@ def openapi_route(
     *,
     asks_tokens: bool = False,
 ) -> Route:
-    """Returns the route GET /openapi.json, which describes `routes` and itself. With `asks_tokens`,
+    """Return the route GET /openapi.json, which describes `routes` and itself. With `asks_tokens`,
     the descriptions include the needed roles. The document is made when it is first requested."""
     made: list[bytes] = []  # the document, once it is complete
 
@@ -91,7 +91,7 @@ def openapi_route(
 
 
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
-    """Returns the routes of the page /ui. `page` returns the object with their handlers."""
+    """Return the routes of the page /ui. `page` returns the object with their handlers."""
     return (
         Route("GET", "/ui", OPEN, "looking", "The page that shows all this to people",
             lambda: page().ui(), gives=str, media="text/html; charset=utf-8"),
@@ -126,7 +126,7 @@ def observed(
     meters: Sequence[RouteMeter] = (),
     connections: Connections,
 ) -> App:
-    """Returns the HTTP application for `routes`. Must be called while the event loop runs.
+    """Return the HTTP application for `routes`. Must be called while the event loop runs.
 
     `families_of` gets the counters of all routes and the counters `meters`, and returns metrics.
     `service` is the service's name in metrics. `title` is that of /openapi.json. `lines` returns

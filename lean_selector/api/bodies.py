@@ -59,7 +59,7 @@ class BadQuery(BadRequest):
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """Returns a decoder for a route's body. All bodies may be JSON; bodies with a prompt may also
+    """Return a decoder for a route's body. All bodies may be JSON; bodies with a prompt may also
     be MessagePack. The decoder raises BadBody, or msgspec's ValidationError."""
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
@@ -76,7 +76,7 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
 def _prompt_reader(
     body_type: type[T], decode: Callable[[bytes | bytearray], T]
 ) -> Callable[[Request], T]:
-    """Returns a decoder for bodies with a prompt (JSON, MessagePack); fast for long bodies."""
+    """Return a decoder for bodies with a prompt (JSON, MessagePack); fast for long bodies."""
     read_binary = _binary_reader(body_type)
     read_long = long_json_reader(body_type)
     decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(
@@ -101,7 +101,7 @@ def _prompt_reader(
 
 
 def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """Returns a decoder for MessagePack bodies."""
+    """Return a decoder for MessagePack bodies."""
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
@@ -171,7 +171,7 @@ def _not_parsed(form: str, fault: object) -> BadBody:
 
 
 def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
-    """Returns the `known` fields of the query. The field `routing_group` becomes `tenant_id`."""
+    """Return the `known` fields of the query. The field `routing_group` becomes `tenant_id`."""
     if not request.query:
         return {}
     try:

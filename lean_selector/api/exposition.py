@@ -239,7 +239,7 @@ def _head(name: str, kind: str, help: str) -> str:
 
 
 def labels(**values: Any) -> str:
-    """Returns label names and values as text, `{a="1",b="x"}`, escaped as Prometheus requires."""
+    """Return label names and values as text, `{a="1",b="x"}`, escaped as Prometheus requires."""
     return "{" + ",".join(f'{name}="{escaped(str(value))}"' for name, value in values.items()) + "}"
 
 
@@ -266,7 +266,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """Returns metrics. `rows`: name -> (function that returns an object's value, help)."""
+    """Return metrics. `rows`: name -> (function that returns an object's value, help)."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )
@@ -282,7 +282,7 @@ def _kind_of(name: str) -> str:
 
 
 def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
-    """Returns one sample per entry of `counts`; the entry's key is the value of `label`."""
+    """Return one sample per entry of `counts`; the entry's key is the value of `label`."""
     return [(labels(**{label: key}), count) for key, count in counts.items()]
 
 
@@ -304,7 +304,7 @@ def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
 
 
 def _process_text() -> str:
-    """Returns metrics such as process_cpu_seconds_total as text, or "" if there is no /proc."""
+    """Return metrics such as process_cpu_seconds_total as text, or "" if there is no /proc."""
     process = Path("/proc/self")
     try:
         stat = (process / "stat").read_bytes().rpartition(b")")[2].split()

@@ -58,7 +58,7 @@ class FleetView:
         self._judged_at = 0.0
 
     def empty(self) -> Fleet:
-        """Returns a Fleet without workers, models and ranks. Method `look` adds them."""
+        """Return a Fleet without workers, models and ranks. Method `look` adds them."""
         return Fleet(__version__, self._wall(), [], [], [], [])
 
     def look(self, fleet: Fleet) -> Iterator[None]:

@@ -69,8 +69,8 @@ _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def known_models_line(models: Iterable[str]) -> bytes:
-    """Returns the header line `x-known-models`: model names as JSON strings, joined by ", ", and
-    "..." if not all fit. Returns b"" if there are no models."""
+    """Return the header line `x-known-models`: model names as JSON strings, joined by ", ", and
+    "..." if not all fit. Return b"" if there are no models."""
     shown: list[str] = []
     size = 0
     for model in models:
@@ -84,7 +84,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Returns header lines for a failed request: known models, and warnings of unknown fields."""
+    """Return header lines for a failed request: known models, and warnings of unknown fields."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -113,7 +113,7 @@ def with_warnings(route: Route) -> Route:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Returns warnings of unknown fields in a JSON body that resemble a known one in `fields`."""
+    """Return warnings of unknown fields in a JSON body that resemble a known one in `fields`."""
     body = request.body
     if (
         not body
@@ -182,7 +182,7 @@ class Sources(Protocol):
 
 
 def registration_warnings(worker: Worker, sources: Sources, settings: RouterSettings) -> list[str]:
-    """Returns one-line warnings about a worker that was just registered, and, with KV events, about
+    """Return one-line warnings about a worker that was just registered, and, with KV events, about
     its endpoints. `sources` has the event and replay endpoints of all workers, including this
     worker."""
     warnings = []
@@ -222,7 +222,7 @@ def _endpoint_faults(worker: Worker, sources: Sources) -> Iterator[str]:
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
-    """Returns (field, endpoint, rank) for each KV-event endpoint in a worker's registration."""
+    """Return (field, endpoint, rank) for each KV-event endpoint in a worker's registration."""
     if not spec.kv_events_endpoints and spec.kv_events_endpoint is not None:
         return [("kv_events_endpoint", spec.kv_events_endpoint, spec.ranks.start)]
     return [

@@ -88,7 +88,7 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 
 def judge_source(source: KvSource) -> Finding:
-    """Returns the finding about the source of KV events of one rank."""
+    """Return the finding about the source of KV events of one rank."""
     level, meaning, mend = _STATES.get(
         source.state, (Level.WARNING, "a state unknown to this check", None)
     )
@@ -233,7 +233,7 @@ _Alike = dict[tuple[str, str], list[CheckedWorker]]  # by model and tenant
 
 
 def can_be_chosen(workers: list[CheckedWorker]) -> int:
-    """Returns the number of workers that can be chosen. Ejected workers count only if all workers
+    """Return the number of workers that can be chosen. Ejected workers count only if all workers
     of their model and tenant are ejected, because then they still get requests."""
     return sum(
         sum(not _is_out(worker) for worker in alike) or len(alike)
@@ -363,7 +363,7 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
 
 
 def _judge_without_events(worker: CheckedWorker) -> Finding:
-    """Returns the finding about a selector without any source, by one of its workers."""
+    """Return the finding about a selector without any source, by one of its workers."""
     what = f"it subscribes to no KV events: {assumed_without_events(worker.routed_ttl_secs)}"
     if not worker.uses_kv_events:  # chosen
         return Finding(Level.NOTE, "selector", what)

@@ -39,11 +39,11 @@ class LineWriter:
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
 
     def write(self, line: str) -> bool:
-        """Queues `line` with a line end. Returns False if the line was dropped (full queue)."""
+        """Queues `line` with a line end. Return False if the line was dropped (full queue)."""
         return self.write_lines(line.encode("utf-8", "backslashreplace") + b"\n", 1)
 
     def write_lines(self, data: bytes, lines: int) -> bool:
-        """Queues `data`, which has `lines` complete lines. Returns False if the queue is full."""
+        """Queues `data`, which has `lines` complete lines. Return False if the queue is full."""
         if self._taken_bytes - self._done_bytes + len(data) > self._most_waiting_bytes:
             self.dropped += lines
             return False
@@ -52,7 +52,7 @@ class LineWriter:
         return True
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until all queued lines are written. Returns False after `timeout_s` seconds."""
+        """Waits until all queued lines are written. Return False after `timeout_s` seconds."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
@@ -141,13 +141,13 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def json_escape(letter: str) -> str:
-    r"""Returns a character as in a JSON string: `\u00e9`, or a pair of surrogates."""
+    r"""Return a character as in a JSON string: `\u00e9`, or a pair of surrogates."""
     units = letter.encode("utf-16-be", "surrogatepass").hex()
     return "".join([f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)])
 
 
 def without_controls(text: str) -> str:
-    """Returns `text` with JSON escapes in place of _CONTROLS."""
+    """Return `text` with JSON escapes in place of _CONTROLS."""
     return _CONTROLS.sub(lambda found: json_escape(found[0]), text)
 
 
@@ -161,11 +161,11 @@ class LogState:
         self._writer = writer
 
     def suppressed(self) -> int:
-        """Returns the number of lines suppressed by the rate limit."""
+        """Return the number of lines suppressed by the rate limit."""
         return self._limit.suppressed
 
     def dropped(self) -> int:
-        """Returns the number of lines dropped because stderr is not read."""
+        """Return the number of lines dropped because stderr is not read."""
         return self._writer.dropped
 
 
@@ -183,7 +183,7 @@ def set_up(level: str, form: str) -> LogState:
 
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
-    """Returns a hook for sys.excepthook that waits until queued log lines are written, and then
+    """Return a hook for sys.excepthook that waits until queued log lines are written, and then
     writes the traceback of the crash. Otherwise the traceback would appear among the lines."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -241,12 +241,12 @@ def _shown(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns the text as a JSON string without line breaks."""
+    """Return the text as a JSON string without line breaks."""
     return _one_line(_encode(text.encode("utf-8", "replace").decode()))
 
 
 def _one_line(json: bytes) -> str:
-    """Returns `json` as text. Escapes characters that a terminal or a line reader may interpret."""
+    """Return `json` as text. Escapes characters that a terminal or a line reader may interpret."""
     return without_controls(json.decode())
 
 

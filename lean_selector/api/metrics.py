@@ -95,7 +95,7 @@ def process_families(
 
 
 def connection_families(connections: Connections) -> Families:
-    """Returns metrics of HTTP connections: their number, failures, held bytes (D27), and TLS."""
+    """Return metrics of HTTP connections: their number, failures, held bytes (D27), and TLS."""
     tls = connections.tls
 
     def reloads() -> list[Sample]:
@@ -131,7 +131,7 @@ def connection_families(connections: Connections) -> Families:
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:
-    """Returns metrics of active load, per model and tenant and per rank."""
+    """Return metrics of active load, per model and tenant and per rank."""
 
     def ranks() -> Iterator[tuple[str, RankLoad]]:
         for scope in scopes():
@@ -180,7 +180,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """Returns the metric that counts OpenAI prompts with unknown block hashes, by reason."""
+    """Return the metric that counts OpenAI prompts with unknown block hashes, by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests with unknown blocks, by reason."),

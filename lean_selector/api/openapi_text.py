@@ -125,7 +125,7 @@ def _response(text: str, schemas: list[Schema], media: str = "application/json")
 
 
 def _structs_of(kind: Any) -> dict[str, type[Struct]]:
-    """Returns the structs in a type, and in their fields, by name."""
+    """Return the structs in a type, and in their fields, by name."""
     found: dict[str, type[Struct]] = {}
     if isinstance(kind, type) and issubclass(kind, Struct):
         found[kind.__name__] = kind
@@ -137,7 +137,7 @@ def _structs_of(kind: Any) -> dict[str, type[Struct]]:
 
 
 def _as_sent(kind: Any) -> Any:
-    """Returns a struct with lists in place of the encoded lists of hashes; other types as is."""
+    """Return a struct with lists in place of the encoded lists of hashes; other types as is."""
     if not (isinstance(kind, type) and issubclass(kind, Struct)):
         return kind
     fields = msgspec.structs.fields(kind)

@@ -92,7 +92,7 @@ class Queued:
         self._waiting.has_client = pending.has_client
 
     def reply(self) -> "LaterReply":
-        """Returns the answer over HTTP."""
+        """Return the answer over HTTP."""
         pending = LaterReply()
         self.wait_with(pending)
         self.on_answer(pending.tell)
@@ -129,7 +129,7 @@ Answer = bytes | LaterReply
 
 
 def sent(status: int, result: object) -> Answer:
-    """Returns the response for a handler's result: a body, a Reply, a Queued, a LaterReply, or
+    """Return the response for a handler's result: a body, a Reply, a Queued, a LaterReply, or
     bytes, which are a complete response already."""
     # Separate checks: mypyc compiles each one to a comparison of types.
     if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
@@ -148,7 +148,7 @@ def reply(status: int, body: object, extra: bytes = b"") -> bytes:
 
 
 def warning_line(warnings: Sequence[str]) -> bytes:
-    """Returns the header line `x-warning`: the warnings joined by "; ". Characters outside
+    """Return the header line `x-warning`: the warnings joined by "; ". Characters outside
     printable ASCII are escaped, and a text that is too long ends with "..."."""
     pieces: list[str] = []
     room = _LONGEST_WARNING
@@ -198,7 +198,7 @@ class SlicedAnswers:
         self._made: GrowingResponse | None = None  # set together with _parts
 
     def answer(self, *, at_once: bool) -> Answer:
-        """Returns a complete answer if `at_once` (for small bodies), and otherwise a LaterReply."""
+        """Return a complete answer if `at_once` (for small bodies), and otherwise a LaterReply."""
         if at_once:
             return encode_response(200, b"".join(self._new_parts()), self._content_type)
         pending = LaterReply(is_being_made=True)

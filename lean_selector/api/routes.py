@@ -64,7 +64,7 @@ class Route:
         self.run: Run = self.handler if self.is_raw else self._answer
 
     def fields(self) -> frozenset[str]:
-        """Returns the names of the body's fields."""
+        """Return the names of the body's fields."""
         return _NOTHING if self.body is None else frozenset(self.body.__struct_fields__)
 
     def _answer(self, request: Request, param: bytes | None) -> Answer:

@@ -105,7 +105,7 @@ class DumpAnswers:
         return self._sliced.answer(at_once=self._is_small())
 
     def answer_16(self) -> Answer:
-        """Returns the dump as in Dynamo 1.6, without the fields that lean-selector adds."""
+        """Return the dump as in Dynamo 1.6, without the fields that lean-selector adds."""
         return self._sliced_16.answer(at_once=self._is_small())
 
     def _is_small(self) -> bool:
@@ -139,7 +139,7 @@ _MATCH_BYTES: Final = 200  # memory of one rank's match
 
 
 def _held_by(request: SelectionRequest) -> int:
-    """Returns about how many bytes of memory a queued request takes."""
+    """Return about how many bytes of memory a queued request takes."""
     prompt, allowed = request.prompt, request.allowed_worker_ids
     hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
     ids = 0 if allowed is None else 64 * len(allowed)
@@ -170,7 +170,7 @@ class SelectionService(WorkerHandlers):
         self._base_terms = base_terms(selector.settings)
 
     def routes(self) -> tuple[Route, ...]:
-        """Returns all routes of the selector."""
+        """Return all routes of the selector."""
         of = self._of
         return (
             with_warnings(Route("POST", "/workers", ADMIN, "workers",
@@ -242,7 +242,7 @@ class SelectionService(WorkerHandlers):
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
     ) -> Prompt:
-        """Returns the prompt in a request's body, hashed with the block size of the partition."""
+        """Return the prompt in a request's body, hashed with the block size of the partition."""
         return prompt_to_select(body, partition.block_size, partition.is_eagle)
 
     # -- selection -----------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class SelectionService(WorkerHandlers):
     # -- requests that choose ------------------------------------------------------------------
 
     def _queued(self, waiting: Waiting, shape: Shape) -> Queued:
-        """Returns the answer of a request that waits. `shape` is called after the choice."""
+        """Return the answer of a request that waits. `shape` is called after the choice."""
         return Queued(waiting, shape, self._clock, _held_by(waiting.request))
 
     def _request(self, partition: Partition, body: SelectFields) -> SelectionRequest:

@@ -84,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """Returns `prompt`, with random sequence hashes if KV reuse is off and none were sent."""
+        """Return `prompt`, with random sequence hashes if KV reuse is off and none were sent."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse
@@ -142,7 +142,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a chosen rank. `booked`: the request, if it reserved the rank."""
+        """Return the answer for a chosen rank. `booked`: the request, if it reserved the rank."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET

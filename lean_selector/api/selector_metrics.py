@@ -60,7 +60,7 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """Returns the metrics of the selector. Each of `meters` counts the answers of one route, or
+    """Return the metrics of the selector. Each of `meters` counts the answers of one route, or
     the gateway's choices of workers. `overload_status` is the status of shed requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
@@ -333,7 +333,7 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
 def session_families(
     partitions: Callable[[], list[Partition]], peers: PeerSessions | None
 ) -> Families:
-    """Returns metrics of sessions (requests kept on one worker); none if sessions are off."""
+    """Return metrics of sessions (requests kept on one worker); none if sessions are off."""
     if peers is None:
         return []
 
@@ -369,7 +369,7 @@ def session_families(
 
 
 def selection_cache_families(cache: SelectionCache) -> Families:
-    """Returns metrics of cached choices of `/select`, which a later request can reserve by id."""
+    """Return metrics of cached choices of `/select`, which a later request can reserve by id."""
 
     def ended() -> list[Sample]:
         counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}

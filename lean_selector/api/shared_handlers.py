@@ -67,7 +67,7 @@ class ReplicaHandlers:
         return OK
 
     def list_peers(self, query: Query) -> object:
-        """Returns the endpoints of the peers (other replicas); with `?detail=true` also their
+        """Return the endpoints of the peers (other replicas); with `?detail=true` also their
         states, and the number of dropped events by reason."""
         if wants_detail(query):
             return {} if self._replication is None else self._replication.state()
@@ -87,7 +87,7 @@ NOTHING = DiscoveryReport([], [], [])
 
 
 def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
-    """Returns the route GET /discovery. `report` is None if no discovery is configured."""
+    """Return the route GET /discovery. `report` is None if no discovery is configured."""
     return (
         Route("GET", "/discovery", READ, "discovery",
             "Discoveries, and the state of each discovered worker and peer",

@@ -123,7 +123,7 @@ class SlotTrackerService(ReplicaHandlers):
 
 
 def tracker_families(trackers: Trackers) -> Families:
-    """Returns the metrics of workers and load for the slot tracker."""
+    """Return the metrics of workers and load for the slot tracker."""
 
     def workers() -> list[Sample]:
         return [

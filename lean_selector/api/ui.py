@@ -38,7 +38,7 @@ _BLOCKS: Final = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page() -> tuple[bytes, bytes]:
-    """Returns the page's HTML, and header lines that allow only the page's scripts and styles."""
+    """Return the page's HTML, and header lines that allow only the page's scripts and styles."""
     text = files("lean_selector.api").joinpath("ui.html").read_bytes()
     hashes = {
         kind: b"'sha256-%b'" % b64encode(sha256(block).digest())

@@ -72,14 +72,14 @@ class WorkerRecords:
         self._revision = -1  # of the catalog, for `_all`
 
     def one(self, worker: Worker) -> JsonText:
-        """Returns a worker's record as JSON."""
+        """Return a worker's record as JSON."""
         if len(self._encoded) > 2 * len(self._catalog.workers):  # most are gone
             self._encoded.clear()
         text = self._encoded[worker] = self._text(worker)
         return JsonText(text)
 
     def all(self) -> JsonText:
-        """Returns a JSON array of all workers' records, which is cached until a worker changes."""
+        """Return a JSON array of all workers' records, which is cached until a worker changes."""
         if self._revision != self._catalog.revision:
             workers = self._catalog.matching(None, None)
             self._encoded = {worker: self._text(worker) for worker in workers}
@@ -103,7 +103,7 @@ DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
-    """Returns the current health of a worker and of each of its ranks, for answers of the API."""
+    """Return the current health of a worker and of each of its ranks, for answers of the API."""
     partition = catalog.partitions.get(worker.spec.key)
     rows: list[RankHealthRow] = []
     if partition is None:
@@ -132,7 +132,7 @@ def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetai
 
 
 def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType:
-    """Returns the workers with an ejected rank, in order of id, or UNSET if no rank is ejected."""
+    """Return the workers with an ejected rank, in order of id, or UNSET if no rank is ejected."""
     found: dict[int, EjectedWorker] = {}
     for partition in catalog.partitions.values():
         for worker_id, dp_rank in sorted(partition.health.out):
@@ -174,7 +174,7 @@ class WorkerHandlers(ReplicaHandlers):
         self._clock = clock
 
     def worker_routes(self) -> tuple[Route, ...]:
-        """Returns the routes that are the same in `--api 1.3` and `--api 1.6`."""
+        """Return the routes that are the same in `--api 1.3` and `--api 1.6`."""
         return (
             Route("GET", "/health", OPEN, "service", "Liveness", lambda: OK),
             Route("GET", "/ready", OPEN, "service", "Readiness: 200 if a worker can be chosen",
@@ -197,7 +197,7 @@ class WorkerHandlers(ReplicaHandlers):
     def detail(
         self, worker: Worker, sources: Sequence[SourceCondition], now: float
     ) -> WorkerDetail:
-        """Returns a worker's record with its health and the state of its KV-event sources."""
+        """Return a worker's record with its health and the state of its KV-event sources."""
         settings = self.selector.settings
         return WorkerDetail(
             **worker.shown(settings.dialect),
@@ -213,7 +213,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
 
     def ready_in_brief(self) -> Reply:
-        """Returns the answer to a GET /ready without a token. This answer does not list workers."""
+        """Return the answer to a GET /ready without a token. This answer does not list workers."""
         return self._ready(UNSET, UNSET)
 
     def _ready(
@@ -234,7 +234,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._shown(200, worker)
 
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
-        """Returns a worker's current record, with warnings about its endpoints."""
+        """Return a worker's current record, with warnings about its endpoints."""
         record = self._records.one(worker)
         warnings = registration_warnings(worker, self._sources, self.selector.settings)
         return Reply(status, record, warnings) if warnings else record

@@ -16,7 +16,7 @@ _REPLICA_PEERS = "--replica-sync-curve-peer-keys-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
-    """Returns the gate, which admits subscribing replicas by CURVE key. Raises StartError."""
+    """Return the gate, which admits subscribing replicas by CURVE key. Raises StartError."""
     pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
     if config.peer_keys_file is not None:

@@ -50,7 +50,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """Returns one id for each span of a prompt. A span has SPAN_TOKENS tokens; the last span may
+    """Return one id for each span of a prompt. A span has SPAN_TOKENS tokens; the last span may
     have fewer. Prompts with the same first tokens have the same first ids. An id is made of 32 bits
     of the sequence hash of the block in which the span ends."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
@@ -67,7 +67,7 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
 
 
 def header_of(settings: RouterSettings, share: float) -> bytes:
-    """Returns a log's first line: the logged share of requests, and the non-default settings."""
+    """Return a log's first line: the logged share of requests, and the non-default settings."""
     default = RouterSettings()
     names = (name for name in settings.__struct_fields__ if name not in ("dialect", "sessions"))
     given = {name: getattr(settings, name) for name in names}

@@ -78,7 +78,7 @@ def tracker_discovery(config: TrackerConfig, replication: Replication, links: Li
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """Parses the targets `workers` and `peers`, such as `dns:NAME:PORT`. Returns a Discoveries
+    """Parses the targets `workers` and `peers`, such as `dns:NAME:PORT`. Return a Discoveries
     object without targets, the parsed `workers`, and the parsed `peers`. Raises StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]

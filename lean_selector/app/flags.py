@@ -151,14 +151,14 @@ class Field:
 
     @property
     def shown_default(self) -> str:
-        """Returns the default for help texts, or "" if there is none."""
+        """Return the default for help texts, or "" if there is none."""
         value = self.default
         if value is None or value == []:
             return ""
         return str(value).lower() if isinstance(value, bool) else f"{value}"
 
     def says(self, *, briefly: bool) -> str:
-        """Returns the flag's help text. If `briefly`, the text is cut at the first semicolon."""
+        """Return the flag's help text. If `briefly`, the text is cut at the first semicolon."""
         default = f" (default {self.shown_default})" if self.shown_default else ""
         env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
         return self.help.partition(";")[0] + default if briefly else self.help + default + env
@@ -309,7 +309,7 @@ def load(
 def _read_file(
     parser: argparse.ArgumentParser, path: str | None, found: Sequence[Field]
 ) -> dict[str, str]:
-    """Reads a TOML file. Returns its values as a map from flag names to texts."""
+    """Reads a TOML file. Return its values as a map from flag names to texts."""
     if path is None:
         return {}
     try:

@@ -138,12 +138,12 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """Returns after how many seconds to renew a reservation while its response is streamed."""
+        """Return after how many seconds to renew a reservation while its response is streamed."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
     def selector(self) -> SelectorConfig:
-        """Returns the configuration of the gateway's own selector, which has its own port."""
+        """Return the configuration of the gateway's own selector, which has its own port."""
         gateway, discover = self.gateway, self.discover
         targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
         discover = replace(

@@ -35,7 +35,7 @@ def run_gateway(config: GatewayConfig) -> None:
 
 
 def _spans(endpoint: str | None) -> Any:
-    """Returns the exporter of OTLP spans, or None without an endpoint. Raises StartError."""
+    """Return the exporter of OTLP spans, or None without an endpoint. Raises StartError."""
     if endpoint is None:
         return None
     try:

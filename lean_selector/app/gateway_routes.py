@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def prompts_of(settings: PromptSettings, fleet: GatewayFleet, client: OutboundClient) -> Prompts:
-    """Returns the object that turns raw prompts into token ids. Raises StartError."""
+    """Return the object that turns raw prompts into token ids. Raises StartError."""
     if settings.mode is not Mode.LOCAL:
         return Prompts(settings, fleet, client)
     assert settings.tokenizer is not None
@@ -165,5 +165,5 @@ class GatewayRoutes(Part):
 
 
 def _never(reservation_id: str) -> bool:
-    """Returns False: without access logs, no end is reported before a reservation is made."""
+    """Return False: without access logs, no end is reported before a reservation is made."""
     return False

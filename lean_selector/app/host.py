@@ -47,7 +47,7 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
-    """Returns warnings about what any client that reaches `host` could do. `asks_who`: clients need
+    """Return warnings about what any client that reaches `host` could do. `asks_who`: clients need
     a token or a certificate. `has_allowed`: endpoints are checked against an allowlist."""
     if asks_who or not is_beyond_loopback(host):
         return []
@@ -387,7 +387,7 @@ def os_reason(error: OSError) -> str:
 
 
 def tokens_of(listen: ListenFlags) -> AccessTokens | None:
-    """Returns the accepted bearer tokens, or None if no token is required. Raises StartError."""
+    """Return the accepted bearer tokens, or None if no token is required. Raises StartError."""
     path = listen.auth_token_file
     if path is None:
         return None

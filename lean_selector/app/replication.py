@@ -185,7 +185,7 @@ class Replication(Part):
         return SessionVerdict.OFF if self._sessions is None else self._sessions.hear(event, now)
 
     def session_list(self) -> Answer:
-        """Returns the answer to a replica that requests our bindings of sessions to ranks."""
+        """Return the answer to a replica that requests our bindings of sessions to ranks."""
         return self._session_lists.answer(at_once=self._sessions is None)
 
     def _session_list(self) -> Iterator[bytes]:
@@ -202,7 +202,7 @@ class Replication(Part):
         return self.sync.peers()
 
     def snapshot(self) -> Answer:
-        """Returns the answer to a replica that requests our live reservations."""
+        """Return the answer to a replica that requests our live reservations."""
         live = sum(len(target.slots.reservations) for target in self._targets())
         return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
 
@@ -218,7 +218,7 @@ class Replication(Part):
                 yield live_booking(target, held, self.router_id)
 
     def families(self) -> Families:
-        """Returns the metrics of events sent to and received from replicas."""
+        """Return the metrics of events sent to and received from replicas."""
         sync, applier, events = self.sync, self.applier, self.events
 
         def exchanged() -> Iterator[Sample]:

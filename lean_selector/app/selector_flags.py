@@ -268,7 +268,7 @@ class SessionsFlags:
 
     @property
     def settings(self) -> SessionSettings | None:
-        """Returns the settings for sessions, or None if sessions are off."""
+        """Return the settings for sessions, or None if sessions are off."""
         if self.ttl_s is None:
             return None
         return SessionSettings(ttl_s=self.ttl_s, is_soft=self.is_soft)
@@ -369,7 +369,7 @@ class PromptsFlags:
 
     @property
     def settings(self) -> "PromptSettings | None":
-        """Returns the settings for text prompts, or None if text prompts are not accepted."""
+        """Return the settings for text prompts, or None if text prompts are not accepted."""
         if self.mode is None:
             return None
         from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
@@ -522,7 +522,7 @@ class SelectorConfig(ServiceConfig):
 
     @property
     def thresholds(self) -> BusyThreshold:
-        """Returns the busy thresholds for models without thresholds of their own."""
+        """Return the busy thresholds for models without thresholds of their own."""
         return made_of(BusyThreshold, self.busy)
 
     @property

@@ -81,14 +81,14 @@ class SelectorCore(Part):
             check_worker(self.allowed, spec)
 
     def engine_client(self) -> "OutboundClient":
-        """Returns the HTTP client for requests to engines. Raises StartError."""
+        """Return the HTTP client for requests to engines. Raises StartError."""
         from lean_selector.app.peer_access import credentials_of
         from lean_selector.http.outbound import OutboundClient
 
         return OutboundClient(self.resolve, credentials_of(self.config.engines), self.allowed)
 
     def peer_client(self) -> "OutboundClient":
-        """Returns the HTTP client for requests to other replicas. Raises StartError."""
+        """Return the HTTP client for requests to other replicas. Raises StartError."""
         from lean_selector.app.peer_access import credentials_of
         from lean_selector.http.outbound import OutboundClient
 

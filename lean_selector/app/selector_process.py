@@ -166,7 +166,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
 
 def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
-    """Returns the HTTP protocol class of the selector's API: with streaming if /ui is enabled."""
+    """Return the HTTP protocol class of the selector's API: with streaming if /ui is enabled."""
     if config.page.is_off:
         return HttpProtocol
     from lean_selector.http.streaming import StreamingProtocol
@@ -181,7 +181,7 @@ def selector_app(
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """Returns the function that answers requests to the selector's API. `meters`: counters of
+    """Return the function that answers requests to the selector's API. `meters`: counters of
     selections made without HTTP."""
     core, config = parts.core, parts.core.config
     overload_status = config.overload_status

@@ -125,7 +125,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def not_after_of(path: str) -> int | None:
-    """Returns when the first certificate in a PEM file expires, in seconds since 1970; None if the
+    """Return when the first certificate in a PEM file expires, in seconds since 1970; None if the
     file is unreadable."""
     try:
         shown: dict[str, Any] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]

@@ -72,7 +72,7 @@ def _allowed(values: list[str]) -> "AllowedEndpoints":
 
 
 def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
-    """Returns a parser that checks a flag's value with the function `name` of `module`."""
+    """Return a parser that checks a flag's value with the function `name` of `module`."""
 
     def check(value: str) -> str:
         getattr(importlib.import_module(module), name)(value)
@@ -134,7 +134,7 @@ class ListenFlags:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """Returns the TLS files; None if the port has no TLS. The UNIX socket never has TLS."""
+        """Return the TLS files; None if the port has no TLS. The UNIX socket never has TLS."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
@@ -199,7 +199,7 @@ class ReplicaFlags:
 
     @property
     def endpoint(self) -> str | None:
-        """Returns the endpoint of the PUB socket; None if replica sync is off."""
+        """Return the endpoint of the PUB socket; None if replica sync is off."""
         return self.bind if self.port is None else f"tcp://*:{self.port}"
 
 
@@ -280,7 +280,7 @@ class EndpointsFlags:
 
     @property
     def rules(self) -> "AllowedEndpoints | None":
-        """Returns the allowlist; None if everything is allowed."""
+        """Return the allowlist; None if everything is allowed."""
         return _allowed(self.allowed) if self.allowed else None
 
     def check(self, what: str, endpoints: list[str]) -> None:

@@ -99,7 +99,7 @@ class PeersByHttp:
     restored: tuple[list[str], list[str]] = ([], [])
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Returns the peers added and the peers removed over HTTP, each list sorted."""
+        """Return the peers added and the peers removed over HTTP, each list sorted."""
         if self.mesh is None:
             return self.restored
         peers = set(self.mesh.peers())
@@ -142,7 +142,7 @@ class SelectorCatalog:
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """Returns the current text of the file `catalog`. Encodes only changed workers again, since
+        """Return the current text of the file `catalog`. Encodes only changed workers again, since
         a thousand take 10 ms."""
         selector, before, self.encoded = self.selector, self.encoded, {}
         for worker_id, worker in selector.catalog.workers.items():
@@ -228,7 +228,7 @@ class TrackerCatalog:
         return self.trackers.revision
 
     def text(self) -> bytes:
-        """Returns the current text of the file `catalog`."""
+        """Return the current text of the file `catalog`."""
         added, removed = self.peers.changes()
         return _encode(
             CatalogFile(
@@ -290,7 +290,7 @@ def restore_reservations(
     """Calls `book(reservation, peer)` for saved reservations, least recently used first. `peer` is
     the id of the admitting replica, or None for this replica. Drops a reservation if `book` returns
     False, or if it was idle longer than `expiry_s` (if a peer admitted it: `copies_expire_s`).
-    Returns how many were restored and dropped. `now` is monotonic, `wall_now` is Unix time."""
+    Return how many were restored and dropped. `now` is monotonic, `wall_now` is Unix time."""
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
         snapshot = split_snapshot(text)
@@ -319,7 +319,7 @@ def restore_reservations(
 
 
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T]) -> T | None:
-    """Reads a state file. Returns None if the file does not exist or is damaged."""
+    """Reads a state file. Return None if the file does not exist or is damaged."""
     try:
         content = directory.read(name)
         return None if content is None else read(*opened(content))
@@ -346,7 +346,7 @@ _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 def keep_selector(
     core: "SelectorCore", replication: "Replication | None", finding: "Discoveries | None"
 ) -> Persister:
-    """Locks the state directory and restores a selector. Returns a Persister for later changes.
+    """Locks the state directory and restores a selector. Return a Persister for later changes.
 
     Call this before anything else is added to the selector, and before replica sync starts. Raises
     StartError."""
@@ -372,7 +372,7 @@ def keep_trackers(
     replication: "Replication | None",
     finding: "Discoveries | None",
 ) -> Persister:
-    """Locks the state directory and restores trackers. Returns a Persister. Raises StartError."""
+    """Locks the state directory and restores trackers. Return a Persister. Raises StartError."""
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
@@ -436,7 +436,7 @@ def _take(directory: StateDirectory, patience_s: float) -> None:
 
 
 def _found_peers(finding: "Discoveries | None") -> Callable[[], Collection[str]]:
-    """Returns a function that returns the endpoints of the peers that discovery has added."""
+    """Return a function that returns the endpoints of the peers that discovery has added."""
     roster = None if finding is None else finding.peers
     if roster is None:
         return lambda: ()

@@ -69,7 +69,7 @@ class Damaged(ValueError):
 
 
 def sealed(text: Iterable[bytes], written_at: float) -> list[bytes]:
-    """Returns the content of a state file that was written at the Unix time `written_at`."""
+    """Return the content of a state file that was written at the Unix time `written_at`."""
     covered = [*text, b'\n{"wall_s":%.3f,"xxh3":"' % written_at]
     checksum = xxh3_64()
     for part in covered:
@@ -78,7 +78,7 @@ def sealed(text: Iterable[bytes], written_at: float) -> list[bytes]:
 
 
 def opened(content: bytes) -> tuple[bytes, float]:
-    """Verifies the checksum. Returns the text and when it was written. Raises Damaged."""
+    """Verifies the checksum. Return the text and when it was written. Raises Damaged."""
     covered = content[:-_TAIL_BYTES]
     if content[-_TAIL_BYTES:] != f"{xxh3_64(covered).hexdigest()}{_END}".encode():
         raise Damaged("its end is missing, or its checksum is wrong")
@@ -136,7 +136,7 @@ class StateDirectory:
             self._lock = None
 
     def read(self, name: str) -> bytes | None:
-        """Returns the content of a file; None if the file does not exist. Raises OSError."""
+        """Return the content of a file; None if the file does not exist. Raises OSError."""
         try:
             with open(self.at(name), "rb") as file:
                 return file.read()
@@ -144,14 +144,14 @@ class StateDirectory:
             return None
 
     def set_aside(self, name: str) -> str:
-        """Renames a file to NAME.damaged. Returns the new path. Raises OSError."""
+        """Renames a file to NAME.damaged. Return the new path. Raises OSError."""
         aside = self.at(f"{name}.damaged")
         os.rename(self.at(name), aside)
         return aside
 
     def keep_copy(self, name: str) -> str:
         """Keeps a copy (a hard link) of a file that will be overwritten, as NAME.unfit, in place of
-        an older copy. Returns its path. Raises OSError."""
+        an older copy. Return its path. Raises OSError."""
         copy = self.at(f"{name}.unfit")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(copy)

@@ -37,7 +37,7 @@ class LiveBookings:
         self._lines: Final = SnapshotLines(router_id)
 
     def revision(self) -> Revision:
-        """Returns a value that changes if and only if a reservation changes."""
+        """Return a value that changes if and only if a reservation changes."""
         return [(target.slots, target.slots.revision) for target in self._targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
@@ -123,12 +123,12 @@ class Persister(Part):
         return next((f"{file.name}: {file.fault}" for file in self.files if file.fault), None)
 
     def age_s(self) -> float:
-        """Returns how many seconds of reservation changes a crash would lose; 0 without changes."""
+        """Return how many seconds of reservation changes a crash would lose; 0 without changes."""
         live = self._live
         return 0.0 if live.state() == live.saved else time.monotonic() - live.saved_at
 
     def families(self) -> Families:
-        """Returns the metrics of the state directory."""
+        """Return the metrics of the state directory."""
         files = self.files
         return table({
             "state_failing": (lambda: int(self.fault is not None),
@@ -161,7 +161,7 @@ class Persister(Part):
             self.note()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Call this after `note`. Returns False if the last write failed. Else returns True, and
+        """Call this after `note`. Return False if the last write failed. Else returns True, and
         calls `then` when the changes are on disk, or writing them fails."""
         if self._catalog.fault is not None:
             return False
@@ -195,7 +195,7 @@ class Persister(Part):
             pause_s = max(self._interval_s, COST_PAUSE * (time.monotonic() - began))
 
     async def _save(self, file: StateFile) -> bool:
-        """Writes the file if its state has changed. Returns False if that failed."""
+        """Writes the file if its state has changed. Return False if that failed."""
         began, state = time.monotonic(), file.state()
         try:
             if state != file.saved:

@@ -43,7 +43,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
-        """Returns the body as JSON, with hashes as signed integers. Returns None without a body."""
+        """Return the body as JSON, with hashes as signed integers. Return None without a body."""
         if self.content is not None:
             return self.content
         if self.fields is None:
@@ -56,7 +56,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         )
 
     def msgpack(self) -> bytes:
-        """Returns the body as MessagePack, which only this project's service accepts."""
+        """Return the body as MessagePack, which only this project's service accepts."""
         assert self.has_prompt
         return _encode_msgpack(self.fields)
 
@@ -109,7 +109,7 @@ def post_prompt(
 def prompt_fields(
     token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
 ) -> dict[str, object]:
-    """Returns a request's fields for model, tenant and prompt. The prompt is given as block hashes
+    """Return a request's fields for model, tenant and prompt. The prompt is given as block hashes
     or, if the block size is unknown, as token ids.
 
     Raises ValueError for token ids beyond 32 bits."""
@@ -136,7 +136,7 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def select(fields: Mapping[str, object]) -> Call[Selected]:
-    """Returns the call that chooses a rank without reserving the rank."""
+    """Return the call that chooses a rank without reserving the rank."""
     return post_prompt("/select", fields, _read_selected, waits=True)
 
 
@@ -185,7 +185,7 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
 def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
-    """Returns the call that frees a reservation and, if given, reports the request's outcome."""
+    """Return the call that frees a reservation and, if given, reports the request's outcome."""
     fields = _given(outcome=outcome, cached_tokens=cached_tokens)
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 

@@ -37,7 +37,7 @@ class Access:
             _checked(token)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the TLS context. Raises OSError for unusable certificate or key files."""
+        """Return the TLS context. Raises OSError for unusable certificate or key files."""
         if isinstance(self.verify, ssl.SSLContext):
             context = self.verify
         else:
@@ -56,7 +56,7 @@ class Access:
         return context
 
     def headers(self) -> dict[str, str]:
-        """Returns the authorization header, if any. Raises ValueError for an invalid token."""
+        """Return the authorization header, if any. Raises ValueError for an invalid token."""
         token = self._token
         if token is None:
             return {}
@@ -92,7 +92,7 @@ class Backoff(msgspec.Struct, frozen=True):
     def wait_s(
         self, attempt: int, rng: random.Random, retry_after_s: float | None = None
     ) -> float | None:
-        """Returns the seconds to wait before retry number `attempt` (from 0); None: do not retry.
+        """Return the seconds to wait before retry number `attempt` (from 0); None: do not retry.
 
         A longer `retry_after_s` (which the service sent) takes precedence, up to longest_s."""
         if attempt >= self.max_retries:
@@ -192,6 +192,6 @@ class KvRouterConfig:
             raise ValueError(str(error).removeprefix("__all__: ")) from None
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
-        """Returns the router_config_override to send: these defaults, updated with the settings of
+        """Return the router_config_override to send: these defaults, updated with the settings of
         the request. None if both are empty."""
         return {**self._override, **(of_request or {})} or None

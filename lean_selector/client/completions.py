@@ -49,7 +49,7 @@ def completion_body(
     return_token_ids: bool = True,
     cache_salt: str | None = None,
 ) -> bytes:
-    """Returns the body of a streaming request to /v1/completions. If several mappings in `options`
+    """Return the body of a streaming request to /v1/completions. If several mappings in `options`
     have the same field, the last one counts. Fields with the value None are left out.
 
     `cache_salt` is sent with ENGINE_SALT_PREFIX. By this prefix, the selector recognises the salt
@@ -134,7 +134,7 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """Returns the message in a JSON error body (OpenAI's or the selector's), otherwise the body."""
+    """Return the message in a JSON error body (OpenAI's or the selector's), otherwise the body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -155,7 +155,7 @@ def _completion_tokens(usage: Mapping[str, object]) -> int:
 
 
 def _cached_tokens(usage: Mapping[str, object]) -> int | None:
-    """Returns the number of cached prompt tokens in an engine's usage, or None. vLLM sends this
+    """Return the number of cached prompt tokens in an engine's usage, or None. vLLM sends this
     number with --enable-prompt-tokens-details, SGLang with --enable-cache-report."""
     details = usage.get("prompt_tokens_details")
     tokens = details.get("cached_tokens") if isinstance(details, dict) else None

@@ -122,7 +122,7 @@ class Driver:
         return outcome
 
     async def open(self, step: OpenStream) -> Opened:
-        """Sends a request to a worker. Returns its open response, or raises a ClientError."""
+        """Sends a request to a worker. Return its open response, or raise a ClientError."""
         self._check_open()
         try:
             response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
@@ -205,7 +205,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Returns whether the service may hold `reservation`. Waits for `booking`, the call that
+        """Return whether the service may hold `reservation`. Waits for `booking`, the call that
         makes the reservation, for at most BOOKING_GRACE_S, then cancels the call."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():

@@ -69,7 +69,7 @@ _BY_STATUS: dict[int, type[ServiceRefused]] = {
 
 
 def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
-    """Returns the error for a response of the service with this HTTP status."""
+    """Return the error for a response of the service with this HTTP status."""
     return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
 
 

@@ -56,7 +56,7 @@ class Reservation:
         self._output_tokens = max(tokens, self._output_tokens)
 
     def next_report(self) -> Call[None] | None:
-        """Returns the next progress report to send, or None if there is nothing to report."""
+        """Return the next progress report to send, or None if there is nothing to report."""
         if self.ended or not self._has_output:
             return None
         if not self._told_prefill:
@@ -72,14 +72,14 @@ class Reservation:
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """Returns what share of expected output is left after `size` more tokens. None: unknown."""
+        """Return what share of expected output is left after `size` more tokens. None: unknown."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size
         return max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
 
     def freeing(self) -> Call[None]:
-        """Returns the call that frees the reservation and reports the request's outcome."""
+        """Return the call that frees the reservation and reports the request's outcome."""
         return calls.free(self.id, self.outcome, self.cached_tokens)
 
     def reported(self) -> None:

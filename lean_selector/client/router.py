@@ -75,7 +75,7 @@ class TokenStream(ChunkIntake, AsyncClosing):
             raise
 
     def taken(self) -> Chunk | None:
-        """Returns the next chunk that was received but not read, or None."""
+        """Return the next chunk that was received but not read, or None."""
         return self._ready.popleft() if self._ready else None
 
     def forget(self) -> None:
@@ -220,7 +220,7 @@ class KvRouter(AsyncClosing):
         routing_constraints: Mapping[str, object] | None = None,
         strict_priority: int | None = None,
     ) -> tuple[int, int, int]:
-        """Returns (worker_id, dp_rank, overlap_blocks). The overlap counts only device memory.
+        """Return (worker_id, dp_rank, overlap_blocks). The overlap counts only device memory.
 
         If request_id is given, the rank is reserved under this id. The caller must later call
         mark_prefill_complete() and free(), on this router or another; aclose() does not free the
@@ -241,7 +241,7 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> list[dict[str, int]]:
-        """Returns the load that each rank would have with this prompt: worker_id, dp_rank,
+        """Return the load that each rank would have with this prompt: worker_id, dp_rank,
         potential_prefill_tokens, potential_decode_blocks, active_requests."""
         return await self._routing.potential_loads(Prompt(token_ids, lora_name, cache_salt))
 
@@ -253,7 +253,7 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
-        """Returns the answer of /overlap_scores: how much of the prompt each rank has cached."""
+        """Return the answer of /overlap_scores: how much of the prompt each rank has cached."""
         prompt = Prompt(token_ids, lora_name, cache_salt)
         return await self._routing.overlap_scores(prompt, router_config_override)
 
@@ -290,7 +290,7 @@ class KvRouter(AsyncClosing):
         await self._driver.ask(call)
 
     async def dump_events(self) -> str:
-        """Returns a JSON list of KV events that rebuild the service's index of this model."""
+        """Return a JSON list of KV events that rebuild the service's index of this model."""
         return await self._routing.dump_events()
 
     # -- for callers that send the request to the worker themselves -----------------------------
@@ -411,14 +411,14 @@ class SyncPlacement(Placed):
 def _made_as(
     init: Callable[Concatenate[Any, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Returns a decorator that gives a constructor the signature and docstring of `init`."""
+    """Return a decorator that gives a constructor the signature and docstring of `init`."""
     return lambda own: cast(Callable[Concatenate[Any, P], None], wraps(init)(own))
 
 
 def _run(
     method: Callable[Concatenate[KvRouter, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncKvRouter", P], T]:
-    """Returns a method of SyncKvRouter that runs `method` of KvRouter in the router's thread."""
+    """Return a method of SyncKvRouter that runs `method` of KvRouter in the router's thread."""
 
     @wraps(method)
     def run(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -441,7 +441,7 @@ def _streamed(
 def _reserved(
     method: Callable[Concatenate[KvRouter, P], AbstractAsyncContextManager[Placement]],
 ) -> Callable[Concatenate["SyncKvRouter", P], AbstractContextManager[SyncPlacement]]:
-    """Returns a method of SyncKvRouter that runs `method`, a context manager, in a thread."""
+    """Return a method of SyncKvRouter that runs `method`, a context manager, in a thread."""
 
     @wraps(method)
     @contextmanager

@@ -99,7 +99,7 @@ class Routing:
     # -- scope -------------------------------------------------------------------------
 
     async def scope(self, model: str | None = None) -> Scope:
-        """Returns model, tenant and block size for requests. What the router's settings leave open
+        """Return model, tenant and block size for requests. What the router's settings leave open
         is looked up at the service.
 
         If the router has no model_name, uses the only served model, or `model` if none or several
@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns each model's Scope, cached for FRESH_S s. An uncached `model` is looked up."""
+        """Return each model's Scope, cached for FRESH_S s. An uncached `model` is looked up."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -363,7 +363,7 @@ def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Returns the outcome to report for a worker after this error; None: nothing to report."""
+    """Return the outcome to report for a worker after this error; None: nothing to report."""
     if isinstance(error, WorkerRefused):
         return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):

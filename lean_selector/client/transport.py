@@ -75,7 +75,7 @@ STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 
 def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
-    """Returns the error for a request that got no response: WorkerStreamBroken if the worker timed
+    """Return the error for a request that got no response: WorkerStreamBroken if the worker timed
     out and may be working on the request, otherwise WorkerUnreachable."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
@@ -100,7 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    """Returns the seconds in a retry-after header, or None if it is missing or has a date."""
+    """Return the seconds in a retry-after header, or None if it is missing or has a date."""
     text = response.headers.get("retry-after", "").strip()
     return float(text) if text.isdigit() else None
 
@@ -124,7 +124,7 @@ class Opened:
         self._pieces = response.aiter_raw()
 
     async def read(self) -> bytes | None:
-        """Returns the next bytes, or None at the end. Raises WorkerStreamBroken."""
+        """Return the next bytes, or None at the end. Raises WorkerStreamBroken."""
         try:
             return await anext(self._pieces, None)
         except STREAM_ERRORS as error:
@@ -221,7 +221,7 @@ class ServiceConnection:
 
 
 def answer_of(call: Call[T], response: httpx.Response) -> T:
-    """Returns the result that `call` parses from a response. Raises ServiceRefused."""
+    """Return the result that `call` parses from a response. Raises ServiceRefused."""
     if not response.is_success:
         raise service_refusal(
             response.status_code, error_text(response.content), _retry_after_s(response)

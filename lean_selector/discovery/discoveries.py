@@ -143,7 +143,7 @@ class Discoveries(Part):
     # -- seen from outside ---------------------------------------------------------------------
 
     def families(self) -> Families:
-        """Returns the metrics of discovery. The number of time series depends only on the flags."""
+        """Return the metrics of discovery. The number of time series depends only on the flags."""
 
         def sightings() -> list[tuple[str, Sighting]]:
             return [(labels(discovery=one.name, finds=finds), one) for finds, one in self.sightings]
@@ -166,13 +166,13 @@ class Discoveries(Part):
         ]  # fmt: skip
 
     def worker_states(self) -> dict[str, int]:
-        """Returns the number of discovered workers in each state."""
+        """Return the number of discovered workers in each state."""
         if self.workers is None:
             return {}
         return {state.value: count for state, count in by_state(self.workers).items()}
 
     def changes(self) -> dict[str, int]:
-        """Returns how many registrations and removals discovery has made so far."""
+        """Return how many registrations and removals discovery has made so far."""
         if self.workers is None:
             return {}
         roster = self.workers

@@ -88,7 +88,7 @@ _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """Returns `id` and `owned_by` of the first model in /v1/models that is not an adapter."""
+    """Return `id` and `owned_by` of the first model in /v1/models that is not an adapter."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -214,7 +214,7 @@ def _each_rank(endpoint: str, size: int) -> dict[str, str]:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """Returns an endpoint with `host` in place of a wildcard, so that we can connect to it."""
+    """Return an endpoint with `host` in place of a wildcard, so that we can connect to it."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -245,7 +245,7 @@ _NOT_SERVED: Final = (404, 405, 501)
 
 
 async def ask_engine(client: OutboundClient, base: str) -> Particulars:
-    """Returns what the engine at `base` (`http://host:port`) reports about itself. Raises
+    """Return what the engine at `base` (`http://host:port`) reports about itself. Raises
     OutboundFailed if the engine does not answer, or if an answer has an unknown form."""
     told = Particulars()
     try:
@@ -279,7 +279,7 @@ async def _is_vllm(client: OutboundClient, base: str, told: Particulars) -> bool
 
 
 async def _first(client: OutboundClient, base: str, paths: tuple[str, ...]) -> bytes | None:
-    """Returns the answer to the first of `paths` that the engine serves, or None."""
+    """Return the answer to the first of `paths` that the engine serves, or None."""
     for path in paths:
         try:
             return await client.text(base + path, timeout_s=TIMEOUT_S)

@@ -87,7 +87,7 @@ class ListedEndpoint(msgspec.Struct):
     labels: dict[str, str] = {}
 
     def entry(self) -> Particulars:
-        """Returns endpoint and model (label `model`) of the worker. ValueError for a bad port."""
+        """Return endpoint and model (label `model`) of the worker. ValueError for a bad port."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
         place = Place(self.address, int(self.port))
@@ -106,7 +106,7 @@ _TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselve
 
 
 def listed_workers(text: bytes, is_yaml: bool) -> Found:
-    """Returns the workers that a file lists. If any part is invalid, raises ValueError with the
+    """Return the workers that a file lists. If any part is invalid, raises ValueError with the
     position, and no worker of the file is used.
 
     The file is a list of bodies of POST /workers, or an object with such a list in `workers`, or an

@@ -93,7 +93,7 @@ _USUAL: Final = ("http", "https")
 
 
 def places_of(slices: Iterable[Slice], port: str | None) -> tuple[dict[Place, str], list[Place]]:
-    """Returns a service's ready endpoints, each with the uid of its pod ("" if it has none), and
+    """Return a service's ready endpoints, each with the uid of its pod ("" if it has none), and
     its terminating endpoints, both sorted.
 
     `port` is a name or a number. IPv6 endpoints are used only if there are no IPv4 endpoints."""

@@ -127,7 +127,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {port} is no port")
 
     def told(self) -> dict[str, object]:
-        """Returns name -> value of the fields that are set and have an effect."""
+        """Return name -> value of the fields that are set and have an effect."""
         return {
             name: value
             for name in self.__struct_fields__
@@ -135,7 +135,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
         }
 
     def ignored(self) -> list[str]:
-        """Returns a warning for each field that is set and has no effect any more."""
+        """Return a warning for each field that is set and has no effect any more."""
         return [text for name, text in DROPPED_FIELDS.items() if getattr(self, name) is not None]
 
 
@@ -170,7 +170,7 @@ _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """Returns the normalized form of an endpoint: `http://host:port`, followed by the path without
+    """Return the normalized form of an endpoint: `http://host:port`, followed by the path without
     a trailing /v1. The scheme may be missing in the input.
 
     A text that is not a URL is returned unchanged."""
@@ -182,7 +182,7 @@ def endpoint_key(endpoint: str) -> str:
 
 
 def worker_id_of(key: str) -> int:
-    """Returns a worker's id: the lowest 53 bits of XXH3-64 of the normalized endpoint (D33)."""
+    """Return a worker's id: the lowest 53 bits of XXH3-64 of the normalized endpoint (D33)."""
     return xxhash.xxh3_64_intdigest(key.encode()) & _BITS
 
 
@@ -207,7 +207,7 @@ _REPLAYS: Final = ("replay_endpoint", "replay_endpoints")
 def spec_of(
     worker_id: int, entry: Particulars, engine: Particulars | None, defaults: Particulars
 ) -> WorkerSpec:
-    """Returns a worker's registration. `entry` (from the target) takes precedence over `engine`
+    """Return a worker's registration. `entry` (from the target) takes precedence over `engine`
     (from the engine itself), and both over `defaults`. May raise ValueError."""
     fields = defaults.told()
     fields.pop("worker_id", None)
@@ -244,7 +244,7 @@ def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
 
 
 def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
-    """Returns rank -> TCP endpoint on the host of `endpoint`. Ports count up from `port`."""
+    """Return rank -> TCP endpoint on the host of `endpoint`. Ports count up from `port`."""
     assert isinstance(port, int)
     try:
         url = endpoint_url(endpoint)

@@ -128,7 +128,7 @@ class PeerRoster:
             self.mesh.catch_up_from(urls)
 
     def _url(self, known: KnownPeer) -> str | None:
-        """Returns the URL for fetching a peer's snapshots; None if no snapshots are fetched."""
+        """Return the URL for fetching a peer's snapshots; None if no snapshots are fetched."""
         if known.state not in (REGISTERED, KNOWN):
             return None
         scheme = "https" if self.is_secure else "http"

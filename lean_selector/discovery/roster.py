@@ -59,7 +59,7 @@ class KnownWorker:
         self.worker_id = self.id_by(self.entry)
 
     def id_by(self, entry: Particulars) -> int:
-        """Returns the worker's id: the one in `entry`, or else a hash of the endpoint."""
+        """Return the worker's id: the one in `entry`, or else a hash of the endpoint."""
         return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
 
     def takes(self, entry: Particulars) -> None:
@@ -85,7 +85,7 @@ class Roster:
     use_kv_events: bool
     on_new: Callable[[KnownWorker], None]  # called for workers whose engines must be queried
     on_gone: Callable[[KnownWorker], None]  # called for every worker that is dropped
-    # Returns why a worker at this endpoint is neither queried nor registered, or None.
+    # Return why a worker at this endpoint is neither queried nor registered, or None.
     refusal: Callable[[str], str | None] = lambda endpoint: None
     registrations: int = 0
     removals: int = 0
@@ -152,7 +152,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Returns workers to store: those discovery registered, and those deleted over HTTP."""
+        """Return workers to store: those discovery registered, and those deleted over HTTP."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None, known.uid)
@@ -347,7 +347,7 @@ def _named(known: KnownWorker) -> dict[str, object]:
 
 
 def by_state(known: Iterable[KnownWorker]) -> dict[WorkerState, int]:
-    """Returns the number of discovered workers in each state."""
+    """Return the number of discovered workers in each state."""
     counts = dict.fromkeys(WorkerState, 0)
     for each in known:
         counts[each.state] += 1

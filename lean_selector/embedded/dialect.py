@@ -40,7 +40,7 @@ _NO_SUCH_RANK = "Worker WorkerWithDpRank"
 
 
 def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
-    """Returns the exception for an HTTP error response with this status and message."""
+    """Return the exception for an HTTP error response with this status and message."""
     if status in (400, 413, 415, 422):
         return ValueError(message)
     kind = _KINDS.get(status, "internal")
@@ -52,7 +52,7 @@ def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
 
 
 def refusal(error: SelectorError) -> ValueError | SelectionServiceError:
-    """Returns the exception that SelectionService raises for an error of the selector."""
+    """Return the exception that SelectionService raises for an error of the selector."""
     if isinstance(error, NoWorkers):
         return SelectionServiceError(error.message, error.status, "not_ready")
     return refusal_of(error.status, error.message)
@@ -103,14 +103,14 @@ def _plain(name: str, value: object) -> object:
 
 
 def _number(value: int | float) -> int | float:
-    """Returns the number as a plain int or float, if its type is a subclass."""
+    """Return the number as a plain int or float, if its type is a subclass."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, int) else float(value)
 
 
 def worker_fields(name: str, given: object) -> Fields:
-    """Returns the description of a worker as a dict of JSON types. Raises ValueError."""
+    """Return the description of a worker as a dict of JSON types. Raises ValueError."""
     fields = fields_of(name, given)
     for field in BY_RANK:
         by_rank = fields.get(field)
@@ -146,7 +146,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def record(decoded: Fields) -> Fields:
-    """Returns `decoded`, a worker's record. Changes the keys of its maps by dp_rank to ints."""
+    """Return `decoded`, a worker's record. Changes the keys of its maps by dp_rank to ints."""
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}
@@ -159,7 +159,7 @@ def readiness(decoded: Fields) -> Fields:
 
 
 def worker_id_of(value: object) -> int:
-    """Returns a worker id. Raises TypeError, or OverflowError for an id outside of 64 bits."""
+    """Return a worker id. Raises TypeError, or OverflowError for an id outside of 64 bits."""
     worker_id = whole("worker_id", value)
     if not 0 <= worker_id <= U64_MAX:
         raise OverflowError(f"worker_id: expected 0 to {U64_MAX}, got {worker_id}")
@@ -167,7 +167,7 @@ def worker_id_of(value: object) -> int:
 
 
 def selection_id_of(value: object) -> str:
-    """Returns a selection id. Raises TypeError for anything but a string."""
+    """Return a selection id. Raises TypeError for anything but a string."""
     if not isinstance(value, str):
         raise not_a("selection_id", "a str", value)
     return value

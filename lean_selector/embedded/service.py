@@ -247,7 +247,7 @@ def config_of(
     selection_cache: SelectionCacheConfig | None,
     session_affinity_ttl_secs: float | None,
 ) -> SelectorConfig:
-    """Returns the selector's configuration, from these arguments and environment variables. Raises
+    """Return the selector's configuration, from these arguments and environment variables. Raises
     ValueError, or TypeError for a wrong type, with the name of the setting."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
         raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
@@ -279,7 +279,7 @@ def _joined(name: str, values: Sequence[str] | None) -> str | None:
 
 
 def texts_of(name: str, values: object) -> list[str]:
-    """Returns `values` as a list of strings. Raises TypeError, also for a single string."""
+    """Return `values` as a list of strings. Raises TypeError, also for a single string."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise not_a(name, "a sequence of str", values)
     for place, value in enumerate(values):
@@ -337,7 +337,7 @@ class SelectionService:
             self._start()
 
     def _start(self) -> Running:
-        """Returns the running selector. The first call creates the selector on the running loop."""
+        """Return the running selector. The first call creates the selector on the running loop."""
         if self._running is None:
             try:
                 self._running = running = Running(self._config)
@@ -369,7 +369,7 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """Returns the response of the handler that `handler` returns. If the selector has not
+        """Return the response of the handler that `handler` returns. If the selector has not
         started and no event loop runs, returns `before`, the response of an empty selector."""
         if self._running is None and not _is_on_a_loop():
             return before
@@ -400,13 +400,13 @@ class SelectionService:
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """Returns the records of all workers, or only of workers that match the filters."""
+        """Return the records of all workers, or only of workers that match the filters."""
         query = _query(model_name, routing_group)
         found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
         return list(map(record, found))
 
     def ready(self) -> Fields:
-        """Returns whether at least one worker can be chosen, and the records of all workers."""
+        """Return whether at least one worker can be chosen, and the records of all workers."""
         before = {"ready": False, "schedulable_workers": 0, "workers": []}
         return readiness(self._asked_at_once(lambda parts: parts.service.ready, before=before))
 
@@ -463,7 +463,7 @@ class SelectionService:
     def loads(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """Returns the active load of every rank, by model and routing group."""
+        """Return the active load of every rank, by model and routing group."""
         query = _query(model_name, routing_group)
         loads: list[Fields] = self._asked_at_once(
             lambda parts: parts.service.loads, query, before=[]
@@ -471,18 +471,18 @@ class SelectionService:
         return loads
 
     async def potential_loads(self, request: object) -> list[Fields]:
-        """Returns the load that each rank would have with this prompt."""
+        """Return the load that each rank would have with this prompt."""
         body = _body(_PROJECTION, fields_of("request", request))
         rows: Any = await self._asked(self._handlers.potential_loads, body)
         return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
-        """Returns how many blocks of this prompt each rank has cached, by tier."""
+        """Return how many blocks of this prompt each rank has cached, by tier."""
         body = _body(_PROJECTION, fields_of("request", request))
         return await self._asked(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
-        """Returns the index in the format of GET /dump. Other calls can run during the export."""
+        """Return the index in the format of GET /dump. Other calls can run during the export."""
         running = self._start()
 
         async def made() -> bytes:
@@ -498,18 +498,18 @@ class SelectionService:
     # -- replicas ------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
-        """Subscribes to the events of a replica. Returns False if the replica is a peer already.
+        """Subscribes to the events of a replica. Return False if the replica is a peer already.
         Raises ValueError, or RuntimeError if replica sync is off."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.register_peer(endpoint))
 
     async def deregister_replica_peer(self, endpoint: str) -> bool:
-        """Removes a replica from the peers. Returns False if the endpoint is not a peer."""
+        """Removes a replica from the peers. Return False if the endpoint is not a peer."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.deregister_peer(endpoint))
 
     def list_replica_peers(self) -> list[str]:
-        """Returns the endpoints of the replicas that this service subscribes to."""
+        """Return the endpoints of the replicas that this service subscribes to."""
         if self._running is None or (replication := self._running.parts.replication) is None:
             return []
         return self._running.at_once(replication.peers)
@@ -521,7 +521,7 @@ class SelectionService:
         return replication
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
-        """Copies the index from the first peer that has a usable dump. Returns False if no peer has
+        """Copies the index from the first peer that has a usable dump. Return False if no peer has
         a usable dump. `peers` are HTTP URLs."""
         self._check_open()
         running = self._start()
@@ -567,7 +567,7 @@ def _body(kind: type[T], fields: Fields) -> T:
 
 
 def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
-    """Returns query parameters. The HTTP handlers know a routing group as tenant_id (D2)."""
+    """Return query parameters. The HTTP handlers know a routing group as tenant_id (D2)."""
     filters = {"model_name": model_name, "tenant_id": routing_group}
     return {name: value for name, value in filters.items() if value is not None}
 

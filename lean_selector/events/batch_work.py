@@ -81,7 +81,7 @@ class BatchWork:
             self._apply(batch)
 
     def go_on(self, deadline: float) -> bool:
-        """Work on the batch until `deadline` (perf_counter). Returns True if the batch is done."""
+        """Work on the batch until `deadline` (perf_counter). Return True if the batch is done."""
         rest = self._rest
         if rest is None:
             return True

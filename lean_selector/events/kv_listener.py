@@ -186,7 +186,7 @@ class KvListener:
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
         """Unsubscribe. After this call, no further event is applied, and the index keeps the rank's
-        blocks. Returns an awaitable that completes when the listener's tasks have ended."""
+        blocks. Return an awaitable that completes when the listener's tasks have ended."""
         self._work.drop()
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
@@ -343,7 +343,7 @@ class KvListener:
             self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
-        """Apply the current batch until the deadline. Returns True at the end of the batch."""
+        """Apply the current batch until the deadline. Return True at the end of the batch."""
         if not self._work.is_under_way:
             return True
         if not self._work.go_on(deadline):
@@ -432,7 +432,7 @@ class KvListener:
             self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Handle one reply of the replay endpoint. Returns True if no further reply is needed."""
+        """Handle one reply of the replay endpoint. Return True if no further reply is needed."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")

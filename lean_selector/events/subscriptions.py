@@ -140,7 +140,7 @@ class KvSubscriptions:
             listener.look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
-        """End the subscription to a rank's KV events. The rank's blocks stay in the index. Returns
+        """End the subscription to a rank's KV events. The rank's blocks stay in the index. Return
         this rank and all other data-parallel ranks that the received events named."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:

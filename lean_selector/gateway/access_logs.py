@@ -69,7 +69,7 @@ def places_of(text: str) -> list[str]:
 
 
 def networks_of(text: str) -> list[str]:
-    """Returns the distinct networks (`10.0.0.0/8`) or addresses in a comma-separated list. Raises
+    """Return the distinct networks (`10.0.0.0/8`) or addresses in a comma-separated list. Raises
     ValueError."""
     items = (item.strip() for item in text.split(",") if item.strip())
     return [str(ipaddress.ip_network(item)) for item in dict.fromkeys(items)]
@@ -233,7 +233,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
-    """Returns the seconds to the first token at the last worker tried (`ttft`). Raises BadLine."""
+    """Return the seconds to the first token at the last worker tried (`ttft`). Raises BadLine."""
     text = _LIST.split(fields.get("ttft", "-"))[-1]
     if text == "-":
         return None
@@ -243,7 +243,7 @@ def _ttft_s(fields: dict[str, str]) -> float | None:
 
 
 def _fields(text: bytes) -> dict[str, str]:
-    """Returns the non-empty fields of an access-log line: name -> value. Raises BadLine."""
+    """Return the non-empty fields of an access-log line: name -> value. Raises BadLine."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -448,7 +448,7 @@ class LineReader:
 
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
-    """Returns the metrics about access-log lines, such as the number of lines by result."""
+    """Return the metrics about access-log lines, such as the number of lines by result."""
     return table({
         "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
             "Lines of gateways' access logs, by result."),

@@ -300,7 +300,7 @@ class _Events:
         return at >= 0 and _USAGE_OBJECT.search(text, at) is not None
 
     def _read(self, event: bytes, is_one: bool = False) -> bool:
-        """Reads an event. Returns whether it must not be passed on. `is_one`: it is `data: ` and a
+        """Reads an event. Return whether it must not be passed on. `is_one`: it is `data: ` and a
         text of one line, and it may matter."""
         if self.has_token and not is_one and not self._matters(event):
             return False
@@ -340,7 +340,7 @@ class _Events:
 
 
 def _name_and_data(event: bytes) -> tuple[bytes, bytes | None]:
-    """Returns the name of an event, and its data, or None for comments and other events without
+    """Return the name of an event, and its data, or None for comments and other events without
     data."""
     name, data = b"", None
     for line in _LINE_END.split(event.removeprefix(_BOM)):
@@ -450,14 +450,14 @@ class AnswerReader:
         return text
 
     def rest(self) -> bytes:
-        """Returns the bytes still buffered when the answer ends. Well-formed answers leave none."""
+        """Return the bytes still buffered when the answer ends. Well-formed answers leave none."""
         rest, self._held = self._held if self._strips else b"", b""
         if self._events is None:
             return rest
         return (self._events.feed(rest) if rest else b"") + self._events.rest()
 
     def end(self) -> bytes:
-        """Passes the token ids to `on_ids`, once. Returns the bytes that are still buffered."""
+        """Passes the token ids to `on_ids`, once. Return the bytes that are still buffered."""
         is_cut, rest = bool(self._held), self.rest()
         on_ids, self._on_ids = self._on_ids, None
         if on_ids is not None and not is_cut:
@@ -465,7 +465,7 @@ class AnswerReader:
         return rest
 
     def _without_ids(self, data: bytes) -> bytes:
-        """Returns `data` with `null` in place of each list of ids. The end of `data` may be
+        """Return `data` with `null` in place of each list of ids. The end of `data` may be
         buffered until the next piece. After a list that is too long, no ids are read."""
         kept: list[bytes] = []
         at = 0
@@ -492,7 +492,7 @@ class AnswerReader:
 
 
 def _beginning(data: bytes, at: int) -> int:
-    """Returns how many bytes at the end of `data[at:]` may begin the field name of an id list."""
+    """Return how many bytes at the end of `data[at:]` may begin the field name of an id list."""
     quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
     while quote >= 0:
         if data[quote:].translate(None, b" ") in _BEGINNINGS:
@@ -567,7 +567,7 @@ class Additions:
             self._drops_usage = True
 
     def body(self, request: ModelRequest) -> bytes:
-        """Returns the body to forward: the client's own body if nothing is added."""
+        """Return the body to forward: the client's own body if nothing is added."""
         return request.with_fields(**self._fields) if self._fields else request.body
 
     @property
@@ -576,7 +576,7 @@ class Additions:
         return self._strips or self._drops_usage
 
     def reader(self, streams: bool) -> AnswerReader:
-        """Returns a new reader, to pass one answer through. `streams`: see `AnswerReader`."""
+        """Return a new reader, to pass one answer through. `streams`: see `AnswerReader`."""
         return AnswerReader(
             streams,
             self._on_ids,

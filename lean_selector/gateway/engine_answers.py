@@ -61,7 +61,7 @@ class EngineAnswers:
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     def make(self, served: Served) -> Steps[str | None]:
-        """Returns the software of a model's engines, such as `vllm`; None if unknown."""
+        """Return the software of a model's engines, such as `vllm`; None if unknown."""
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
@@ -73,14 +73,14 @@ class EngineAnswers:
 
     def reports_in_full(self, base: str) -> bool:
         """Whether the worker at this base URL is a vLLM that can announce reused blocks
-        (`kv_cache_report_mode`). Returns False until the worker has answered this question."""
+        (`kv_cache_report_mode`). Return False until the worker has answered this question."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
             self._beside(("report", base), partial(self._ask, base))
         return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
-        """Returns a LoRA adapter's base model and workers. None if no worker has the adapter."""
+        """Return a LoRA adapter's base model and workers. None if no worker has the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
             self._bases(tenant_id) if found is None else self._fleet.well(found[0].workers).values()
@@ -169,7 +169,7 @@ class EngineAnswers:
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
-        """Returns the running query with this key. If there is none, starts the query `work`."""
+        """Return the running query with this key. If there is none, starts the query `work`."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)
@@ -187,7 +187,7 @@ class NotTokenized(Exception):
 
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """Returns the tokens of a prompt, 4 bytes each. `model` is the engine's name of the model
+        """Return the tokens of a prompt, 4 bytes each. `model` is the engine's name of the model
         or adapter; `workers` has the base URLs of workers with this model. Raises NotTokenized."""
         ...
 
@@ -226,7 +226,7 @@ class EngineTokenizer:
         self._lacking: dict[tuple[str, str], float] = {}
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """Returns the tokens of a prompt, 4 bytes each. Raises NotTokenized."""
+        """Return the tokens of a prompt, 4 bytes each. Raises NotTokenized."""
         failed = NotTokenized(Why.FAILED, "no worker has a URL to request tokens from")
         now = time.monotonic()
         self._turn += 1
@@ -277,7 +277,7 @@ def _tokens(body: bytes) -> bytes | None:
 
 
 def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
-    """Returns the JSON body of POST `path`, which asks an engine to tokenize `request`'s prompt."""
+    """Return the JSON body of POST `path`, which asks an engine to tokenize `request`'s prompt."""
     if path != _TOKENIZE:
         fields: dict[str, object] = {**request.fields, "model": model}
         fields.pop("stream", None)

@@ -12,7 +12,7 @@ _NAMED: Final = 8  # models or URLs listed in a message
 
 
 def base_of(endpoint: str) -> str:
-    """Returns the base URL of a worker's endpoint, `http(s)://host:port`, the same for each
+    """Return the base URL of a worker's endpoint, `http(s)://host:port`, the same for each
     spelling. Raises ValueError."""
     return endpoint_url(endpoint).origin
 
@@ -50,12 +50,12 @@ class GatewayFleet:
         return self._served.get((model_name, tenant_id))
 
     def models(self, tenant_id: str) -> list[str]:
-        """Returns the names of this tenant's models, sorted."""
+        """Return the names of this tenant's models, sorted."""
         self._look()
         return sorted(name for name, tenant in self._served if tenant == tenant_id)
 
     def what_is_known(self) -> str:
-        """Returns the models that are known, and the URLs whose models are not, as a sentence."""
+        """Return the models that are known, and the URLs whose models are not, as a sentence."""
         self._look()
         models = sorted({f"`{name}`" for name, _ in self._served})
         silent = [base for base in self._named if base not in self._models]
@@ -69,12 +69,12 @@ class GatewayFleet:
         return list(dict.fromkeys((*self._named, *self._models)))
 
     def draining(self) -> frozenset[str]:
-        """Returns the base URLs at which all workers are draining."""
+        """Return the base URLs at which all workers are draining."""
         self._look()
         return frozenset(self._models.keys() - self._working)
 
     def ejected(self) -> frozenset[str]:
-        """Returns the base URLs of the workers that were ejected because of failures."""
+        """Return the base URLs of the workers that were ejected because of failures."""
         return frozenset(
             [
                 base
@@ -87,7 +87,7 @@ class GatewayFleet:
         )
 
     def well(self, workers: Mapping[int, str]) -> Mapping[int, str]:
-        """Returns the workers that are not ejected, or all workers if all are ejected."""
+        """Return the workers that are not ejected, or all workers if all are ejected."""
         ejected = self.ejected()
         if not ejected:
             return workers
@@ -101,7 +101,7 @@ class GatewayFleet:
         return bool(self._named) and all(base in self._ready for base in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve the model. If there are none, returns the
+        """Return the base URLs of the workers that serve the model. If there are none, returns the
         command line's URLs whose models are unknown. None means that any worker may be tried."""
         self._look()
         if model is None or not self._models:
@@ -110,12 +110,12 @@ class GatewayFleet:
         return serving or [base for base in self._named if base not in self._models] or None
 
     def ids_of(self, bases: Iterable[str]) -> set[int]:
-        """Returns the ids of the workers at these base URLs."""
+        """Return the ids of the workers at these base URLs."""
         self._look()
         return {each for base in bases for each in self._ids.get(base, ())}
 
     def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
-        """Returns the base URLs of these workers."""
+        """Return the base URLs of these workers."""
         self._look()
         wanted = set(worker_ids)
         return [base for base, ids in self._ids.items() if ids & wanted]
@@ -144,7 +144,7 @@ class GatewayFleet:
 
 
 def _some(names: list[str]) -> str:
-    """Returns the first names as a list, and how many others there are."""
+    """Return the first names as a list, and how many others there are."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

@@ -75,7 +75,7 @@ class Counts:
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
-    """Returns the gateway's metrics, which do not include the selector's metrics."""
+    """Return the gateway's metrics, which do not include the selector's metrics."""
 
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]

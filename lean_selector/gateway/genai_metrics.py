@@ -32,7 +32,7 @@ _OPERATIONS: Final = {
 
 
 def operation_of(path: bytes) -> tuple[str, str]:
-    """Returns OpenTelemetry's names of a path's operation and provider, such as (chat, openai)."""
+    """Return OpenTelemetry's names of a path's operation and provider, such as (chat, openai)."""
     return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
 
 

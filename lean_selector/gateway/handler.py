@@ -53,7 +53,7 @@ _PERCENT: Final = 0x25
 
 
 def resource_of(path: bytes) -> bytes:
-    """Returns a path as engines interpret it: unescaped, and without a trailing slash."""
+    """Return a path as engines interpret it: unescaped, and without a trailing slash."""
     # _PERCENT is an int: `in` would first try to use bytes as a number, and catch an exception.
     return (unquote_to_bytes(path) if _PERCENT in path else path).rstrip(b"/") or b"/"
 
@@ -63,7 +63,7 @@ def _is_of_models(path: bytes) -> bool:
 
 
 def http_refusal(error: HttpError) -> bytes:
-    """Returns the gateway's response to an error of the HTTP layer."""
+    """Return the gateway's response to an error of the HTTP layer."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
@@ -254,7 +254,7 @@ class GatewayHandler:
 
     def close(self) -> "asyncio.Future[list[BaseException | None]]":
         """Ends the requests that still run at the end of a shutdown, after all clients were
-        disconnected. Returns a future that the caller must await."""
+        disconnected. Return a future that the caller must await."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
@@ -272,7 +272,7 @@ def _role_for(request: Request) -> Role:
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
-    """Returns an app that checks access tokens. No request without a valid token reaches a worker.
+    """Return an app that checks access tokens. No request without a valid token reaches a worker.
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
     `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.

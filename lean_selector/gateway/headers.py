@@ -51,7 +51,7 @@ def request_lines(
     drops_authorization: bool = False,
     drops_traceparent: bool = False,
 ) -> bytes:
-    """Returns the client's header lines for the worker, each preceded by CRLF. `section`: the
+    """Return the client's header lines for the worker, each preceded by CRLF. `section`: the
     request from its HTTP version to the blank line. `without_codings` drops `accept-encoding`."""
     lines = section[3:-4]
     named = _named(lines)
@@ -64,7 +64,7 @@ def request_lines(
 
 
 def without_authorization(section: bytes) -> bytes:
-    """Returns the header section without `authorization`, which is for the gateway only."""
+    """Return the header section without `authorization`, which is for the gateway only."""
     return _AUTHORIZATION.sub(b"", section)
 
 
@@ -86,19 +86,19 @@ def is_stream(lines: bytes, streams: bool) -> bool:
 
 
 def request_id_of(section: bytes) -> bytes | None:
-    """Returns the request id that the client sent, if it is a single word."""
+    """Return the request id that the client sent, if it is a single word."""
     found = _REQUEST_ID.search(section)
     return None if found is None else found[1]
 
 
 def session_of(section: bytes) -> str | None:
-    """Returns the session id that the client sent, if it is a single word."""
+    """Return the session id that the client sent, if it is a single word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
 
 
 def traceparent_of(section: bytes) -> str | None:
-    """Returns the client's `traceparent` (W3C Trace Context), unvalidated."""
+    """Return the client's `traceparent` (W3C Trace Context), unvalidated."""
     found = _TRACEPARENT.search(section)
     return None if found is None else found[1].decode("latin-1").strip()[:64]
 
@@ -108,7 +108,7 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """Returns the fields that a `connection` line names, except those that are always removed, and
+    """Return the fields that a `connection` line names, except those that are always removed, and
     those of the body (`content-length`, ...), without which its reader waits or misreads."""
     found = _CONNECTION.findall(lines)
     if not found:
@@ -131,20 +131,20 @@ _numbers: Final = count(1)
 
 
 def new_id() -> str:
-    """Returns a new id that is unique across processes."""
+    """Return a new id that is unique across processes."""
     return f"{_PROCESS}-{next(_numbers):x}"
 
 
 def retry_after(wait_s: float) -> bytes:
-    """Returns the header line `retry-after`, with 1 to 60 seconds."""
+    """Return the header line `retry-after`, with 1 to 60 seconds."""
     return b"retry-after: %d\r\n" % min(max(1, ceil(wait_s)), _MOST_RETRY_AFTER_S)
 
 
 def id_line(request_id: bytes) -> bytes:
-    """Returns the header line with the request id, which every answer has."""
+    """Return the header line with the request id, which every answer has."""
     return b"x-request-id: %b\r\n" % request_id
 
 
 def refusal(status: int, message: str, code: str | None = None, extra: bytes = b"") -> bytes:
-    """Returns a complete error response. `extra` has header lines, each followed by CRLF."""
+    """Return a complete error response. `extra` has header lines, each followed by CRLF."""
     return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)

@@ -48,7 +48,7 @@ class Chain:
 
 
 def model_key(served: Served, lora_name: str | None) -> str:
-    """Returns a text that identifies a model, or a LoRA adapter of a base model."""
+    """Return a text that identifies a model, or a LoRA adapter of a base model."""
     return f"{served.model_name}\0{lora_name or ''}"
 
 
@@ -90,7 +90,7 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns this prefix's block hashes. Requires that the prefix was once a whole prompt."""
+        """Return this prefix's block hashes. Requires that the prefix was once a whole prompt."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
@@ -153,7 +153,7 @@ class PromptMemory:
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
     def look(self, chain: Chain) -> Known:
-        """Returns the block hashes of the longest prefix seen before, and the prompt's length."""
+        """Return the block hashes of the longest prefix seen before, and the prompt's length."""
         at, entry = self._deepest(chain)
         averages = self.averages(chain.model)
         if entry is None:
@@ -171,7 +171,7 @@ class PromptMemory:
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
         """Stores the block hashes of a prompt and its output, given as tokens of 4 bytes each.
 
-        Returns the prompt's block hashes, 8 bytes each. The conversation's next prompt is expected
+        Return the prompt's block hashes, 8 bytes each. The conversation's next prompt is expected
         to contain the output's blocks, if that was usual in other conversations with this model."""
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
@@ -196,7 +196,7 @@ class PromptMemory:
     # -- entries -------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
-        """Returns index and entry of the longest prefix that was seen before, or (-1, None)."""
+        """Return index and entry of the longest prefix that was seen before, or (-1, None)."""
         for at in range(len(chain.keys) - 1, -1, -1):
             entry = self._entries.get(chain.keys[at])
             if entry is not None:
@@ -305,7 +305,7 @@ class PromptMemory:
             self._leave(entry.run)
 
     def averages(self, model: str) -> Averages:
-        """Returns the averages of a model's requests. `model` is a `model_key`."""
+        """Return the averages of a model's requests. `model` is a `model_key`."""
         averages = self._averages.get(model)
         if averages is None:
             averages = self._averages[model] = Averages()
@@ -315,7 +315,7 @@ class PromptMemory:
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:
-    """Returns the number of leading blocks that two lists of hashes share."""
+    """Return the number of leading blocks that two lists of hashes share."""
     low, high = 0, min(len(one), len(other)) // 8
     if one[: 8 * high] == other[: 8 * high]:
         return high

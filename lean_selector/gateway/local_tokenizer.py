@@ -58,7 +58,7 @@ class ChatTemplate:
             raise ValueError(f"{folder}: invalid chat template: {error}") from None
 
     def rendered(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """Returns the text of a conversation. Raises ValueError if the template raises an error."""
+        """Return the text of a conversation. Raises ValueError if the template raises an error."""
         try:
             return self._template.render(
                 messages=[self._prepared(message) for message in messages],
@@ -68,7 +68,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template says: {error}") from None
 
     def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Returns a message as engines pass it to the template: content becomes one text or a list,
+        """Return a message as engines pass it to the template: content becomes one text or a list,
         as the template expects, and arguments of tool calls become objects."""
         prepared = dict(message)
         content = prepared.get(_CONTENT)
@@ -113,7 +113,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Returns the chat template from its own file, or else from the configuration (if there are
+    """Return the chat template from its own file, or else from the configuration (if there are
     several templates, the one named `default`). None if the folder has no chat template."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -211,7 +211,7 @@ class LocalTokenizer:
         self._waiting = 0
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """Returns a prompt's tokens, 4 bytes each; ignores `workers`. Raises NotTokenized."""
+        """Return a prompt's tokens, 4 bytes each; ignores `workers`. Raises NotTokenized."""
         if self._waiting >= MOST_WAITING:
             raise NotTokenized(Why.BUSY, f"{self._waiting} prompts wait for the tokenizer")
         self._waiting += 1
@@ -246,7 +246,7 @@ class LocalTokenizer:
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
-        """Returns the prompt's text, and whether the tokenizer must add special tokens. By default,
+        """Return the prompt's text, and whether the tokenizer must add special tokens. By default,
         special tokens are added only to plain text, not to rendered chats."""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to parse")

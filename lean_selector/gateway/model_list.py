@@ -31,7 +31,7 @@ class ModelList:
         self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
 
     def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
-        """Returns an answer with all models, or only with `model`. `line` is a header to add."""
+        """Return an answer with all models, or only with `model`. `line` is a header to add."""
         if self._known is not None and monotonic() < self._until:
             return _told_models(self._known, line, model)
         if self._asking is None:

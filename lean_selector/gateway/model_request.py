@@ -172,7 +172,7 @@ class ModelRequest:
         return names[0] if names else None
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns a boolean field of the body, or `default` if the field is absent or invalid."""
+        """Return a boolean field of the body, or `default` if the field is absent or invalid."""
         return {b"true": True, b"false": False}.get(bytes(self.fields.get(name, b"")), default)
 
     @property
@@ -242,7 +242,7 @@ class ModelRequest:
         return None
 
     def with_fields(self, **changed: object) -> bytes:
-        """Returns the request's body with these fields added or replaced."""
+        """Return the request's body with these fields added or replaced."""
         fields: dict[str, object] = {**self.fields, **changed}
         return msgspec.json.encode(fields)
 
@@ -332,7 +332,7 @@ class ModelRequest:
 
 
 def _without_odd_forms(text: Raw, kind: str) -> Raw:
-    """Returns the messages as a JSON list without `cache_control` marks, which change each turn."""
+    """Return the messages as a JSON list without `cache_control` marks, which change each turn."""
     if kind == Kind.RESPONSES:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
@@ -346,7 +346,7 @@ def _without_odd_forms(text: Raw, kind: str) -> Raw:
 
 
 def session_id_of(name: str) -> str:
-    """Returns a session's id, or the id's hash if the id is too long."""
+    """Return a session's id, or the id's hash if the id is too long."""
     return name if len(name.encode()) <= MAX_ID_BYTES else xxh3_128_hexdigest(name.encode())
 
 
@@ -385,7 +385,7 @@ _ARGUMENTS: Final = ("documents", "reasoning_effort")
 
 
 def template_arguments(request: ModelRequest) -> dict[str, object]:
-    """Returns the request's arguments for the chat template: name -> JSON value."""
+    """Return the request's arguments for the chat template: name -> JSON value."""
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:

@@ -114,7 +114,7 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """Returns how many seconds a client should wait before a retry: the longest time
+        """Return how many seconds a client should wait before a retry: the longest time
         that the first request of a queue of this model has waited, but at least `waited_s`."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.queue.lines()
@@ -168,7 +168,7 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Returns the recently ejected workers that must get no more requests now, because a rank
+        """Return the recently ejected workers that must get no more requests now, because a rank
         is at its limit. The limit rises from 1 active request to 1 + the other ranks' average."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
@@ -207,7 +207,7 @@ def _allowed(
     avoided: frozenset[int],
     warming: frozenset[int],
 ) -> frozenset[int] | None:
-    """Returns the workers that a request may go to, or None for any. Recently ejected workers, in
+    """Return the workers that a request may go to, or None for any. Recently ejected workers, in
     `warming`, are included only if no other worker is left."""
     if not (avoided or warming):
         return allowed
@@ -257,7 +257,7 @@ class _Reservation(WorkerLease):
 
 
 def peeked_model(body: bytes | bytearray) -> str | None:
-    """Returns the model that a JSON body names, or None."""
+    """Return the model that a JSON body names, or None."""
     found = _OBJECT.match(body)
     if found is None:
         return None
@@ -363,7 +363,7 @@ class Placing:
         proxied.sent(connection)
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
-        """Chooses a worker that has not failed this request. Returns None if no worker is left."""
+        """Chooses a worker that has not failed this request. Return None if no worker is left."""
         routed, fleet = proxied.routed, self._fleet
         if routed is not None:
             avoided = frozenset(fleet.ids_of(proxied.tried))

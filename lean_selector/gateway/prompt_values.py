@@ -70,7 +70,7 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
-    """Returns a hash of `shape` (model, kind, block size, EAGLE) and all fields that affect the
+    """Return a hash of `shape` (model, kind, block size, EAGLE) and all fields that affect the
     rendered prompt, except messages and text. A null field counts as absent. The order of members
     in a field matters, because templates render tools and arguments in that order."""
     names = _FIELDS[request.kind]
@@ -110,7 +110,7 @@ def _cut(text: Raw | bytes) -> _Links:
 
 
 def _message(raw: Raw, message: Message) -> Raw | bytes:
-    """Returns the message as `{"role":...,"content":...}`, with other fields ordered by name."""
+    """Return the message as `{"role":...,"content":...}`, with other fields ordered by name."""
     role, content = size_of(message.role), size_of(message.content)
     is_bare = bool(role and content) and size_of(raw) == _BARE + role + content
     if is_bare:
@@ -128,7 +128,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
 
 
 def _content(content: Raw) -> Raw | bytes:
-    """Returns the content. A single text part becomes its text: templates render both alike."""
+    """Return the content. A single text part becomes its text: templates render both alike."""
     if bytes(memoryview(content)[:1]) == b"[":
         with contextlib.suppress(msgspec.DecodeError):
             parts = _read_parts(content)
@@ -138,7 +138,7 @@ def _content(content: Raw) -> Raw | bytes:
 
 
 def _compact(value: Raw) -> Raw | bytes:
-    """Returns a JSON value without spaces and unnecessary escapes."""
+    """Return a JSON value without spaces and unnecessary escapes."""
     is_text = bytes(memoryview(value)[:1]) == b'"'
     if size_of(value) > (MOST_TEXT_BYTES if is_text else MOST_VALUE_BYTES):
         return value

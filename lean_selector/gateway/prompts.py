@@ -144,8 +144,8 @@ class Prompts:
         )
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
-        """Returns the body with a field that makes the engine at `base` announce the blocks that it
-        reuses. Returns None if the engine does not support the field or the client sets it."""
+        """Return the body with a field that makes the engine at `base` announce the blocks that it
+        reuses. Return None if the engine does not support the field or the client sets it."""
         if not self._engines.reports_in_full(base):
             return None
         try:
@@ -169,7 +169,7 @@ class Prompts:
     def _served(
         self, model: str | None, tenant_id: str
     ) -> Steps[tuple[Served, str | None, frozenset[int] | None]]:
-        """Returns the model that a request names (directly or by an adapter), the adapter, and the
+        """Return the model that a request names (directly or by an adapter), the adapter, and the
         workers that have loaded the adapter."""
         if model is None:
             models = self._fleet.models(tenant_id)
@@ -194,7 +194,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None]]:
-        """Returns the prompt, and why not all of its hashes are known; None if they are."""
+        """Return the prompt, and why not all of its hashes are known; None if they are."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -226,7 +226,7 @@ class Prompts:
         return _guessed(known.hashes, known.tokens, served.block_size, lora_name), why_not
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
-        """Returns a function that gets an answer's token ids and stores the prompt's hashes."""
+        """Return a function that gets an answer's token ids and stores the prompt's hashes."""
 
         def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
             if prompt_ids is None:
@@ -239,14 +239,14 @@ class Prompts:
 
 
 def _most_tokens(request: ModelRequest, served: Served) -> int:
-    """Returns the largest number of tokens that an engine can have counted for this request."""
+    """Return the largest number of tokens that an engine can have counted for this request."""
     if request.why_not is SEVERAL or not request.has_output:
         return _MOST_TOKENS_OF_SEVERAL
     return min(served.most_tokens or MOST_TOKENS, MOST_TOKENS) * request.answers
 
 
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
-    """Returns a prompt of `tokens` tokens that begins with the block hashes `known`. The other
+    """Return a prompt of `tokens` tokens that begins with the block hashes `known`. The other
     blocks get random hashes, which count as load, but match no other prompt. If `known` is empty,
     no hashes are looked up in the KV index, so that no block is predicted as cached."""
     tokens = max(min(tokens, MOST_TOKENS), len(known) // 8 * block_size)

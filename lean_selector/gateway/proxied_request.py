@@ -303,7 +303,7 @@ class ProxiedRequest:
             self._relay(data, is_last)
 
     def _framed(self, text: bytes, is_last: bool) -> bytes:
-        """Returns what the client gets for `text`, which was read of the answer."""
+        """Return what the client gets for `text`, which was read of the answer."""
         if is_last and self._reader is not None:
             text += self._reader.end()
         self._is_written = is_last

@@ -41,7 +41,7 @@ UNKNOWN: Final = 503
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """Returns the response that names the worker in headers and, if `has_body`, in the body. One
+    """Return the response that names the worker in headers and, if `has_body`, in the body. One
     more header has `why_not`, if given. Raises Unavailable if the worker has no HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
@@ -67,7 +67,7 @@ def _authority_of(endpoint: str) -> bytes:
 
 
 def error_of(error: SelectorError) -> bytes:
-    """Returns the response for an error of the selector."""
+    """Return the response for an error of the selector."""
     if isinstance(error, NotFound):
         return refusal(UNKNOWN, error.message, "model_not_found", RETRY_AFTER)
     status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
@@ -75,7 +75,7 @@ def error_of(error: SelectorError) -> bytes:
 
 
 def unauthorized(refused: Refusal) -> bytes:
-    """Returns the answer to a gateway whose token is missing or insufficient."""
+    """Return the answer to a gateway whose token is missing or insufficient."""
     return refusal(refused.status, refused.text, refused.code, refused.line)
 
 
@@ -167,7 +167,7 @@ class RouteHandler:
     def _told(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
-        """Returns the answer for a reservation. Frees the reservation if no answer can be made."""
+        """Return the answer for a reservation. Frees the reservation if no answer can be made."""
         try:
             self._check_live(reservation_id)
             self._expect_output(reservation_id, routed.output_tokens)
@@ -192,7 +192,7 @@ class RouteHandler:
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """Returns the id that the gateway gave, or else a generated id. A gateway that gives an id can
+    """Return the id that the gateway gave, or else a generated id. A gateway that gives an id can
     log this id, even if our answer never arrives."""
     if given is None:
         return str(uuid.uuid4())

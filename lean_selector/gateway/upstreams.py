@@ -81,7 +81,7 @@ class Rotation:
         self.draining: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
-        """Returns the worker at this URL, even if it is not in the rotation. Raises ValueError."""
+        """Return the worker at this URL, even if it is not in the rotation. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -111,8 +111,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """Returns the next worker in `among` (None: any) that is not in `avoided` and not draining.
-        Returns an ejected worker only if no other is left. Returns None if no worker is left."""
+        """Return the next worker in `among` (None: any) that is not in `avoided` and not draining.
+        Return an ejected worker only if no other is left. Return None if no worker is left."""
         candidates = [
             each
             for each in self.in_turn

@@ -98,7 +98,7 @@ _MOST_JUDGED_BYTES: Final = 2048
 
 
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
-    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`. Returns None for an interim answer (1xx).
+    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`. Return None for an interim answer (1xx).
     `answers_head`: the request's method was HEAD, so no body follows. Raises MalformedAnswer."""
     known = _judged.get(text)
     if known is None:

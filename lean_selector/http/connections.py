@@ -98,7 +98,7 @@ class Connections:
         """`call_soon` is the event loop's method. `refusal` returns the body of an error answer."""
         self.call_soon = call_soon
         self.clock = clock
-        # Returns whether to refuse a request whatever its body is, for example without a token.
+        # Return whether to refuse a request whatever its body is, for example without a token.
         self.refuses: Callable[[Request], bool] | None = None
         self.spent_s = 0.0  # seconds spent on input in this turn of the loop
         self._later: deque[Callable[[], None]] = deque()

@@ -55,7 +55,7 @@ CHUNKED = -1  # stands for a content length
 
 
 def length_of(digits: bytes) -> int:
-    """Parse a content length of 1 to 15 digits. Returns -1 for anything else."""
+    """Parse a content length of 1 to 15 digits. Return -1 for anything else."""
     return int(digits) if digits.isdigit() and len(digits) <= 15 else -1
 
 

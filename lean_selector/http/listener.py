@@ -163,7 +163,7 @@ class UnixPath:
 
 
 def _bind_beside(listening: socket.socket, path: str) -> str:
-    """Bind the socket to a new temporary path beside `path`. Returns the temporary path."""
+    """Bind the socket to a new temporary path beside `path`. Return the temporary path."""
     folder = os.path.dirname(path)
     while True:
         # The name is short, because a socket's path has a length limit.
@@ -238,7 +238,7 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> bool:
-        """Accept up to ACCEPTS_PER_TURN connections. Returns True if more connections may wait.
+        """Accept up to ACCEPTS_PER_TURN connections. Return True if more connections may wait.
         Called when the socket is readable. `close` calls this until the result is False."""
         for _ in range(ACCEPTS_PER_TURN):
             try:

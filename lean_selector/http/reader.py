@@ -306,7 +306,7 @@ class RequestReader:
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
     ) -> int:
-        """Begin a chunked, too large, or incomplete body. Returns the next offset in `data`."""
+        """Begin a chunked, too large, or incomplete body. Return the next offset in `data`."""
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
@@ -342,7 +342,7 @@ class RequestReader:
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Complete a request before its body ends. Ignore all later input. Returns len(data)."""
+        """Complete a request before its body ends. Ignore all later input. Return len(data)."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)

@@ -50,7 +50,7 @@ class StreamedReply(PendingReply):
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
-        """Begin the answer. Returns the `connection` header line for the head, or b"".
+        """Begin the answer. Return the `connection` header line for the head, or b"".
         Set `closes` if only the end of the connection marks the end of the answer."""
         assert self._protocol is not None, "the request is not parked yet"
         self.begun = True

@@ -315,7 +315,7 @@ class Link:
             self._on_state()
 
     async def _connect(self) -> str | None:
-        """Returns None when the handshake is complete, else why not. Raises OSError."""
+        """Return None when the handshake is complete, else why not. Raises OSError."""
         host = self.endpoint.partition("://")[2].rpartition(":")[0]
         is_name = self.endpoint.startswith("tcp:") and numeric(host) is None
         if is_name:
@@ -358,7 +358,7 @@ class Link:
             await self._links.turn_to_probe()
 
     async def _shake_hands(self, address: Address, key: bytes | None, is_name: bool) -> str | None:
-        """Returns None when the handshake is complete, else why not. Raises OSError."""
+        """Return None when the handshake is complete, else why not. Raises OSError."""
         self._open(address, key)
         try:
             async with asyncio.timeout(None) as self._news:
@@ -372,7 +372,7 @@ class Link:
             self._news = None
 
     async def _look_into(self, address: Address, is_name: bool) -> str:
-        """While libzmq cannot connect to `address`, find out why. Returns a reason to stop."""
+        """While libzmq cannot connect to `address`, find out why. Return a reason to stop."""
         pause_s = LOOK_FIRST_S
         while True:
             await asyncio.sleep(pause_s)
@@ -488,7 +488,7 @@ class Link:
     # a connection
 
     async def _receive(self) -> float:
-        """Receive messages until the connection is lost. Returns when it was made."""
+        """Receive messages until the connection is lost. Return when it was made."""
         assert self._socket is not None
         self.was_connected = True
         self._to(LinkState.CONNECTED)
@@ -513,7 +513,7 @@ class Link:
         self._links.read(self._take)
 
     def _take(self) -> bool:
-        """Receive a few messages from libzmq. Returns True if libzmq may have more."""
+        """Receive a few messages from libzmq. Return True if libzmq may have more."""
         for _ in range(_MESSAGES_PER_READ):
             made = self._socket
             if made is None:

@@ -71,7 +71,7 @@ class ReplicaPub:
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, topic: bytes, payload: bytes) -> bool:
-        """Send to all connected peers. Returns False if a peer missed the message because the
+        """Send to all connected peers. Return False if a peer missed the message because the
         peer's queue has just become full. A queue that was already full does not matter."""
         is_for_all = True
         try:

@@ -239,7 +239,7 @@ class ReplicaSync:
     # peers --------------------------------------------------------------------------------------
 
     def register_peer(self, endpoint: str) -> bool:
-        """Subscribe to a peer. Returns False if the peer is registered already.
+        """Subscribe to a peer. Return False if the peer is registered already.
 
         Connects in the background. Events of the next few hundred milliseconds may be missed.
         Raises BadRequest for an invalid or forbidden endpoint, Conflict for too many peers."""
@@ -262,7 +262,7 @@ class ReplicaSync:
         return True
 
     def deregister_peer(self, endpoint: str) -> bool:
-        """Disconnect from a peer. Returns False if there is no such peer. Raises BadRequest."""
+        """Disconnect from a peer. Return False if there is no such peer. Raises BadRequest."""
         _check(endpoint)
         if endpoint not in self._links:
             return False

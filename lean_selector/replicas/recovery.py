@@ -132,7 +132,7 @@ class Recovery:
         self._ended: Set[RankKey] = frozenset()  # ranks whose source has ended during the recovery
 
     async def run(self) -> bool:
-        """Copy the KV index of the first peer with a usable dump. Returns False if that fails."""
+        """Copy the KV index of the first peer with a usable dump. Return False if that fails."""
         try:
             with (
                 self._subscriptions.holding(MAX_HOLD_S),
@@ -245,7 +245,7 @@ class Recovery:
     async def _apply_rank(
         self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
     ) -> bool:
-        """Apply the dump's events of a rank to our index. Returns False if the rank is skipped."""
+        """Apply the dump's events of a rank to our index. Return False if the rank is skipped."""
         waiting: dict[int, list[StoredBlocks]] = {}  # missing parent -> blocks below it
         ready = events[::-1]
         while ready:

@@ -102,7 +102,7 @@ class CatchingUp:
             await asyncio.sleep(LOOK_S)
 
     async def _run_once(self) -> float:
-        """Copy peers' reservations. Returns how many seconds that took."""
+        """Copy peers' reservations. Return how many seconds that took."""
         self._catch_up.begin()
         try:
             await _connected(self._sync)
@@ -119,7 +119,7 @@ class CatchingUp:
 
     async def _take_from_all(self) -> int:
         """Copy from each peer's snapshot the reservations that this peer admitted, and those of
-        replicas that did not answer. Returns how many peers did not answer."""
+        replicas that did not answer. Return how many peers did not answer."""
         heard = self._sync.heard
         others: list[LiveBooking] = []
         answered = set[int]()
@@ -213,7 +213,7 @@ class CatchingUp:
     async def _each(
         self, what: str, url: str, lines: list[bytes], take: Callable[[bytes], object]
     ) -> int:
-        """Call `take` with each line of an answer. Returns how many lines could not be read."""
+        """Call `take` with each line of an answer. Return how many lines could not be read."""
         pause = Pauses()
         problems = 0
         for line in lines:

@@ -156,7 +156,7 @@ class BatchingEngine:
         self.due = now + self._count * self._each_s
 
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
-        """Caches a prompt. Returns False if too many requests run, or the cache has no room."""
+        """Caches a prompt. Return False if too many requests run, or the cache has no room."""
         busy = len(self._running) + len(made.first_tokens)
         if busy and (
             busy >= self._times.most_running or not self.cache.has_room_for(request.chain)

@@ -46,7 +46,7 @@ def calibrated(
     prefill_tokens_per_s: float | None = None,
     token_s: float | None = None,
 ) -> Engines:
-    """Returns engines with the given values; estimates values that are None from the log."""
+    """Return engines with the given values; estimates values that are None from the log."""
     chains = [request.chain for request in requests_of(recording.lines, 1.0)]
     if capacity is None:
         capacity = capacity_of(recording, chains)
@@ -124,7 +124,7 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
 
 def _ratios(recording: Recording) -> dict[int, list[float]]:
-    """Returns engine -> prefill seconds per computed prompt token, one value per request."""
+    """Return engine -> prefill seconds per computed prompt token, one value per request."""
     waiting: dict[int, list[tuple[float, float]]] = {}  # engine -> (end of prefill, tokens)
     ratios: dict[int, list[float]] = {}
     for line in recording.lines:
@@ -154,7 +154,7 @@ def _slowness(
 
 
 def _gap_s(recording: Recording) -> float | None:
-    """Returns the median time between output tokens in seconds; None if too few lines of the log
+    """Return the median time between output tokens in seconds; None if too few lines of the log
     have a number of output tokens."""
     gaps = [
         decode_s(line) / line.output_length
@@ -189,7 +189,7 @@ def _fitted(
     prompt_token_s: float,
     pace: float,
 ) -> SimulatedFleet:
-    """Returns `fleet` with speeds fitted to the log, starting from `prompt_token_s` and `pace`."""
+    """Return `fleet` with speeds fitted to the log, starting from `prompt_token_s` and `pace`."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

@@ -140,7 +140,7 @@ class Examination:
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:
-    """Returns a JSON array with one object per finding, for scripts."""
+    """Return a JSON array with one object per finding, for scripts."""
     return msgspec.json.format(msgspec.json.encode(list(findings)), indent=2)
 
 
@@ -205,7 +205,7 @@ def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selector_credentials(args: argparse.Namespace) -> Credentials:
-    """Returns the access token and certificates that the command line names. Raises OSError or
+    """Return the access token and certificates that the command line names. Raises OSError or
     ValueError if a file is unusable, and ValueError for --key-file without --cert-file."""
     if args.key_file is not None and args.cert_file is None:
         raise ValueError("--key-file requires --cert-file")
@@ -241,7 +241,7 @@ patience = within(float, 0.001, 3600)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the check. Returns 0 if no finding is an error (warnings do not count), 1 if there are
+    """Runs the check. Return 0 if no finding is an error (warnings do not count), 1 if there are
     errors, 2 if no selector answers, and 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector check",

@@ -61,7 +61,7 @@ class Probe:
         return _packed(self.own) in tokens
 
     def first_hash(self, stored: list[BlockStored]) -> int | None:
-        """Returns the engine's hash of the prompt's first block; None if no event stores it."""
+        """Return the engine's hash of the prompt's first block; None if no event stores it."""
         for event in stored:
             if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
                 return event.block_hashes[0]
@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends the prompt. Returns a finding, or None if its KV events do not come in time."""
+        """Sends the prompt. Return a finding, or None if its KV events do not come in time."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -182,7 +182,7 @@ class Probes:
     # -- replays -----------------------------------------------------------------------------------
 
     async def _replays(self) -> list[Finding]:
-        """Returns findings about replay endpoints that belong to another engine, and about engines
+        """Return findings about replay endpoints that belong to another engine, and about engines
         that give the same block different hashes."""
         sources = [
             each
@@ -262,7 +262,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """Compares the ranks' hashes of one block. Returns None if there are fewer than two ranks."""
+    """Compares the ranks' hashes of one block. Return None if there are fewer than two ranks."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

@@ -75,14 +75,14 @@ class AskedSelector:
             raise NotASelector(error.message) from None
 
     async def fleet(self) -> Fleet:
-        """Returns the answer of GET /fleet. Raises NotASelector."""
+        """Return the answer of GET /fleet. Raises NotASelector."""
         try:
             return await self._told("/fleet", Fleet)
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
 
     async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
-        """Returns the answer of GET `path`, or None if the service does not have this route."""
+        """Return the answer of GET `path`, or None if the service does not have this route."""
         try:
             return await self._told(path, kind)
         except OutboundFailed as error:
@@ -91,7 +91,7 @@ class AskedSelector:
             raise
 
     async def _told(self, path: str, kind: type[T]) -> T:
-        """Returns the decoded answer of GET `path`. Raises OutboundFailed and NotASelector."""
+        """Return the decoded answer of GET `path`. Raises OutboundFailed and NotASelector."""
         url = f"{self.url}{path}"
         try:
             text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
@@ -104,7 +104,7 @@ class AskedSelector:
     async def cached_blocks(
         self, worker: CheckedWorker, token_ids: list[int], is_eagle: bool | None = None
     ) -> dict[int, int]:
-        """Returns worker_id -> number of blocks of the prompt `token_ids` that the selector
+        """Return worker_id -> number of blocks of the prompt `token_ids` that the selector
         believes to be cached. `is_eagle`, if given, overrides the `is_eagle` of the registration.
 
         Raises OutboundFailed, and msgspec's DecodeError."""
@@ -202,7 +202,7 @@ class Replays:
         self._turns = IngestTurns()
 
     async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
-        """Requests a replay of the batches from sequence number `first` on. Returns their events
+        """Requests a replay of the batches from sequence number `first` on. Return their events
         that stored blocks. Waits at most `idle_s` seconds for each message of the engine.
 
         Raises NoReplay."""

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the demo. Returns 1 if there were errors, and otherwise 0, also after one Ctrl-C or
+    """Runs the demo. Return 1 if there were errors, and otherwise 0, also after one Ctrl-C or
     SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="lean-selector demo",
@@ -96,7 +96,7 @@ class Demo:
         self._engines: dict[int, SimulatedEngine] = {}
 
     async def run(self) -> tuple[list[str], int]:
-        """Runs the demo. Returns its summary and the number of errors. Raises ServiceError."""
+        """Runs the demo. Return its summary and the number of errors. Raises ServiceError."""
         self._catch_signals()
         options, stopping = self._options, self._stop.is_set
         port = check_port(options.port)

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the two key files with mode 0600, and prints the public key. Returns 0. After an
+    """Writes the two key files with mode 0600, and prints the public key. Return 0. After an
     error, writes neither file and returns 1."""
     parser = argparse.ArgumentParser(
         prog="lean-selector keys",

@@ -14,7 +14,7 @@ _HOMES = (_PACKAGE / "deploy", _PACKAGE.parent / "deploy")
 
 
 def recipes() -> dict[str, Path]:
-    """Returns name -> path of each file, such as `systemd/lean-selector.service`, sorted."""
+    """Return name -> path of each file, such as `systemd/lean-selector.service`, sorted."""
     home = next(home for home in _HOMES if home.is_dir())
     return {
         str(path.relative_to(home)): path
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one file, or the names of all files. Returns 0, or 2 for an unknown name."""
+    """Prints one file, or the names of all files. Return 0, or 2 for an unknown name."""
     parser = argparse.ArgumentParser(
         prog="lean-selector deploy",
         description="Files to run the services with: a container image, Kubernetes, systemd, "
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _near(name: str, known: list[str]) -> list[str]:
-    """Returns at most three known names that contain `name` or are spelled alike."""
+    """Return at most three known names that contain `name` or are spelled alike."""
     wanted = name.strip("/").lower()
     holding = [each for each in known if wanted and wanted in each.lower()]
     return (holding or get_close_matches(name, known, n=3))[:3]

@@ -35,7 +35,7 @@ class Recording(msgspec.Struct, frozen=True):
         return self.workers.index((line.worker, line.rank)) + 1
 
     def requests(self, output_tokens: Sequence[int]) -> list[SimulatedRequest]:
-        """Returns the recorded requests for a simulation. `output_tokens`: their output lengths."""
+        """Return the recorded requests for a simulation. `output_tokens`: their output lengths."""
         made = requests_of(self.lines, 1.0)
         for request, line, output in zip(made, self.lines, output_tokens, strict=True):
             request.output_tokens = output
@@ -48,24 +48,24 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def ttft_s(line: DecisionLine) -> float | None:
-    """Returns the time to first token in seconds, or None if the log does not have it."""
+    """Return the time to first token in seconds, or None if the log does not have it."""
     at_ms = line.prefill_ms if line.ttft_ms is None else line.ttft_ms
     return None if at_ms is None else at_ms / 1e3
 
 
 def decode_s(line: DecisionLine) -> float:
-    """Returns the seconds from the first token to the end; 0 if the log lacks either time."""
+    """Return the seconds from the first token to the end; 0 if the log lacks either time."""
     first = ttft_s(line)
     return 0.0 if first is None or line.ended_ms is None else max(0.0, line.ended_ms / 1e3 - first)
 
 
 def found_tokens(line: DecisionLine) -> int | None:
-    """Returns how many prompt tokens the KV index found cached on the rank; None: not logged."""
+    """Return how many prompt tokens the KV index found cached on the rank; None: not logged."""
     return None if line.cached is None else min(line.cached, line.input_length)
 
 
 def read_log(paths: Sequence[Path], model: str | None) -> Recording:
-    """Returns all requests of `model` (None: the only model) in the logs. Raises ServiceError."""
+    """Return all requests of `model` (None: the only model) in the logs. Raises ServiceError."""
     headers: list[LogHeader] = []
     lines: list[DecisionLine] = []
     settings = RouterSettings()

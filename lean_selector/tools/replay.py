@@ -53,7 +53,7 @@ class SettingChange(msgspec.Struct, frozen=True):
 
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> SettingChange:
-    """Returns the relative change from the mean of `others` to that of `ours`. Both lists have one
+    """Return the relative change from the mean of `others` to that of `ours`. Both lists have one
     value per request. The interval is bootstrapped from up to 40 groups of successive requests."""
     size = -(-len(ours) // PARTS)
     pairs = [
@@ -94,7 +94,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def observed(recording: Recording) -> Row:
-    """Returns the results that the log itself has: the traffic as it was served."""
+    """Return the results that the log itself has: the traffic as it was served."""
     work = [0] * len(recording.workers)
     hits = 0
     for line in recording.lines:
@@ -106,7 +106,7 @@ def observed(recording: Recording) -> Row:
 
 
 def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Returns how many prompt tokens must be computed with one unbounded cache for all engines."""
+    """Return how many prompt tokens must be computed with one unbounded cache for all engines."""
     seen, computed = set[int](), 0
     for request in requests:
         hit = next((n for n, each in enumerate(request.chain) if each not in seen), None)
@@ -125,7 +125,7 @@ def play(
     on_request: Callable[[int], None] | None = None,
 ) -> tuple[Row, list[SimulatedRequest]]:
     """Simulates the log's requests with `settings`, several times, because ties are broken at
-    random. Returns the average results, and the requests of the last simulation."""
+    random. Return the average results, and the requests of the last simulation."""
     rows, requests = list[Row](), list[SimulatedRequest]()
     for play_seed in range(seed, seed + _PLAYS):
         requests = recording.requests(engines.output_tokens)
@@ -170,7 +170,7 @@ def run(
     report: Callable[[argparse.Namespace, Recording, Engines], object],
 ) -> int:
     """Reads the log named in `argv`, and estimates the speed and cache size of the engines from it.
-    Calls `report` with the options, the log and the estimate. Returns an exit status."""
+    Calls `report` with the options, the log and the estimate. Return an exit status."""
     options = parser.parse_args(argv)
 
     def work() -> None:
@@ -187,7 +187,7 @@ def run(
 
 
 def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
-    """Returns `base`, changed by texts `NAME=VALUE`. Raises ServiceError if one is invalid."""
+    """Return `base`, changed by texts `NAME=VALUE`. Raises ServiceError if one is invalid."""
     fields: dict[str, object] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -231,7 +231,7 @@ def table_line(row: Row, prompt_tokens: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the results. Returns 0; 1 if the log or a setting is unusable; 130 after Ctrl-C."""
+    """Prints the results. Return 0; 1 if the log or a setting is unusable; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector replay",
         description=(

@@ -35,7 +35,7 @@ Number = TypeVar("Number", int, float)
 def within(
     kind: Callable[[str], Number], least: Number, most: float = math.inf
 ) -> Callable[[str], Number]:
-    """Returns a parser for a command-line argument: a finite number from `least` to `most`."""
+    """Return a parser for a command-line argument: a finite number from `least` to `most`."""
 
     def read(text: str) -> Number:
         try:
@@ -59,7 +59,7 @@ class HttpClient:
         self._head_end = b" HTTP/1.1\r\n" + self._upstream.host_line + b"\r\n"
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Sends a request; a body is sent as JSON. Returns the status and the body of the answer.
+        """Sends a request; a body is sent as JSON. Return the status and the body of the answer.
 
         Raises ServiceError if there is no answer, for any reason."""
         head = method.encode() + b" " + path.encode() + self._head_end
@@ -87,7 +87,7 @@ class HttpClient:
             raise ServiceError(f"{method} {path}: {error}") from error
 
     async def call(self, method: str, path: str, body: object = None) -> bytes:
-        """Sends a request. Returns the body of a 2xx answer; otherwise raises ServiceError."""
+        """Sends a request. Return the body of a 2xx answer; otherwise raises ServiceError."""
         encoded = b"" if body is None else msgspec.json.encode(body)
         status, answer = await self.request(method, path, encoded)
         if not 200 <= status < 300:
@@ -118,7 +118,7 @@ _PORTS = range(31_000, 32_768)
 
 
 def check_port(port: int) -> int:
-    """Returns `port`, or a free port if `port` is 0. Raises ServiceError if `port` is in use."""
+    """Return `port`, or a free port if `port` is 0. Raises ServiceError if `port` is in use."""
     if not port:
         for candidate in random.sample(_PORTS, 100):
             with suppress(ServiceError):

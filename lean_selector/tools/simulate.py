@@ -58,7 +58,7 @@ def policy_of(text: str) -> Policy:
 
 
 def settings_with(base: RouterSettings, given: Mapping[str, object]) -> RouterSettings:
-    """Returns `base` with the settings in `given`, whose values may be text. Raises ValueError."""
+    """Return `base` with the settings in `given`, whose values may be text. Raises ValueError."""
     for field in given:
         if field not in RouterSettings.__struct_fields__:
             known = ", ".join(RouterSettings.__struct_fields__)
@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table of policies. Returns 0; 1 if the trace is unreadable; 130 after Ctrl-C."""
+    """Prints a table of policies. Return 0; 1 if the trace is unreadable; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector simulate",
         description="Serve a trace in virtual time with each policy in turn: the selector's own "
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def status_of(prog: str, work: Callable[[], None]) -> int:
-    """Runs `work`. Returns 0; 1 after a ServiceError or OSError (printed); 130 after Ctrl-C."""
+    """Runs `work`. Return 0; 1 after a ServiceError or OSError (printed); 130 after Ctrl-C."""
     try:
         work()
     except (ServiceError, OSError) as error:
@@ -221,7 +221,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
-    """Returns a description of the simulation, and the header of a Markdown table."""
+    """Return a description of the simulation, and the header of a Markdown table."""
     name = "made up" if options.trace is None else os.path.basename(options.trace)
     more = (
         ""

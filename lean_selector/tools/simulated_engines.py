@@ -37,7 +37,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
 def make_request(
     request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
 ) -> EngineRequest:
-    """Returns a request with hashed tokens. The first isl_tokens of `tokens` are the prompt."""
+    """Return a request with hashed tokens. The first isl_tokens of `tokens` are the prompt."""
     local = local_hashes(tokens, block_size)
     layout = f"<{len(local) // 8}q"
     return EngineRequest(
@@ -174,7 +174,7 @@ class EngineModel:
         return running, placed
 
     def decode_block(self, running: RunningRequest, index: int) -> HeldChain | None:
-        """Caches output block `index`. Returns None if the block's tokens are unknown, or if an
+        """Caches output block `index`. Return None if the block's tokens are unknown, or if an
         earlier block of the request is not in the cache."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
@@ -190,12 +190,12 @@ class EngineModel:
 
 
 def hit_rate(engines: Sequence[EngineModel]) -> float:
-    """Returns the fraction of all requests' prompt blocks that were cached; 0 without prompts."""
+    """Return the fraction of all requests' prompt blocks that were cached; 0 without prompts."""
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
 
 
 def mean_ttft_s(engines: Sequence[EngineModel]) -> float:
-    """Returns the mean time to first token of all requests, in seconds; 0 without requests."""
+    """Return the mean time to first token of all requests, in seconds; 0 without requests."""
     return sum(e.ttft_s for e in engines) / max(1, sum(e.requests for e in engines))
 
 
@@ -230,7 +230,7 @@ class SimulatedEngine(EngineModel):
         return self._publisher.sequence
 
     def registration(self) -> dict[str, object]:
-        """Returns the body of POST /workers that registers this engine."""
+        """Return the body of POST /workers that registers this engine."""
         return {
             "worker_id": self.worker_id,
             "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # never connected to

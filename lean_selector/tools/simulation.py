@@ -49,7 +49,7 @@ _SPREAD = 0x9E37_79B9_7F4A_7C15  # odd, so that distinct ids stay distinct modul
 def requests_of(
     lines: Sequence[DecisionLine], load: float, spread: bool = False
 ) -> list[SimulatedRequest]:
-    """Returns a trace's requests, with their arrival times divided by `load`.
+    """Return a trace's requests, with their arrival times divided by `load`.
 
     `spread`: requests with equal arrival times are spread evenly until the next arrival time."""
     made = []
@@ -92,20 +92,20 @@ def round_robin(partition: Partition, request: SimulatedRequest, turn: int, now:
 
 
 def _cheapest(partition: Partition, turn: int, cost: Callable[[tuple[int, int]], float]) -> int:
-    """Returns the worker with the lowest cost. Workers with equal costs take turns."""
+    """Return the worker with the lowest cost. Workers with equal costs take turns."""
     keys = list(partition.slots.ranks)
     size = len(keys)
     return keys[min(range(size), key=lambda at: (cost(keys[at]), (at - turn) % size))][0]
 
 
 def least_loaded(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """Returns a worker with the fewest active requests."""
+    """Return a worker with the fewest active requests."""
     ranks = partition.slots.ranks
     return _cheapest(partition, turn, lambda key: ranks[key].active_requests)
 
 
 def lmetric(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """Returns the worker for which (prefill tokens x active requests), including this request, is
+    """Return the worker for which (prefill tokens x active requests), including this request, is
     lowest."""
     ranks, matches = partition.slots.ranks, match_by_rank(partition, request.local_hashes)
 
@@ -354,7 +354,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """Returns a simulation's results, with the share of requests whose TTFT was <= `within_s`."""
+    """Return a simulation's results, with the share of requests whose TTFT was <= `within_s`."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

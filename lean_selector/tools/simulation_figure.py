@@ -28,7 +28,7 @@ class Curves(msgspec.Struct, frozen=True):
 
 
 def curves_of(policy: str, requests: Sequence[SimulatedRequest]) -> Curves:
-    """Returns the curves of a simulation that has ended, from its requests in order of arrival."""
+    """Return the curves of a simulation that has ended, from its requests in order of arrival."""
     ttft = sorted(request.ttft_s for request in requests)
     step = max(1, len(ttft) // 400)
     shares = [(ttft[at], (at + 1) / len(ttft)) for at in range(0, len(ttft), step)]
@@ -55,7 +55,7 @@ def curves_of(policy: str, requests: Sequence[SimulatedRequest]) -> Curves:
 
 
 def draw(runs: Sequence[Curves]) -> str:
-    """Returns an SVG document with three diagrams. Each has one line per simulation."""
+    """Return an SVG document with three diagrams. Each has one line per simulation."""
     parts = []
     for number, run in enumerate(runs):
         x, y = 12 + 290 * (number % 3), 20 + 18 * (number // 3)
@@ -107,7 +107,7 @@ def _panel(
     y_ticks: Sequence[tuple[float, str]],
     scaled: Callable[[float], float] = float,
 ) -> list[str]:
-    """Returns the SVG of a diagram with `lines`. Each axis reaches from its first to its last tick.
+    """Return the SVG of a diagram with `lines`. Each axis reaches from its first to its last tick.
     `scaled` transforms the values on the x axis, for example to logarithms."""
     first, last = scaled(x_ticks[0][0]), scaled(x_ticks[-1][0])
     highest = y_ticks[-1][0]

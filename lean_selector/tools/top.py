@@ -73,7 +73,7 @@ def printed(text: str) -> str:
 
 
 def verdicts(findings: Sequence[Finding]) -> dict[tuple[int, int | None], Finding]:
-    """Returns the worst finding by (worker, rank). Findings about a whole worker have rank None."""
+    """Return the worst finding by (worker, rank). Findings about a whole worker have rank None."""
     found: dict[tuple[int, int | None], Finding] = {}
     for finding in sorted(findings, key=lambda each: _LEVELS.index(each.level), reverse=True):
         if about := _SUBJECT.fullmatch(finding.subject):
@@ -93,7 +93,7 @@ def level_of(rank: FleetRank, finding: Finding | None) -> str:
 def drawing(
     fleet: Fleet, before: dict[RankKey, FleetRank], columns: int, lines: int | None, colours: bool
 ) -> list[str]:
-    """Returns the fleet as lines of at most `columns` characters. If `lines` is given, there are at
+    """Return the fleet as lines of at most `columns` characters. If `lines` is given, there are at
     most `lines` - 1. Hit rates and TTFTs count the requests since the earlier state `before`."""
     worst = verdicts(fleet.findings)
     workers = {worker.worker_id: worker for worker in fleet.workers}
@@ -176,7 +176,7 @@ def _cells(rank: FleetRank, before: FleetRank | None, worker: FleetWorker | None
 def _sums(
     ranks: Sequence[FleetRank], before: dict[RankKey, FleetRank]
 ) -> tuple[int, int, float, int]:
-    """Returns prompt tokens, cached prompt tokens, sum of TTFTs in s, and number of TTFTs. Counts
+    """Return prompt tokens, cached prompt tokens, sum of TTFTs in s, and number of TTFTs. Counts
     what was added since the state `before`; if no prompt tokens were added, counts everything."""
     now = _total(ranks)
     then = _total([before[_key(rank)] for rank in ranks if _key(rank) in before])
@@ -214,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows the fleet until Ctrl-C, or once. Returns 0, or 2 if no selector answers."""
+    """Shows the fleet until Ctrl-C, or once. Return 0, or 2 if no selector answers."""
     parser = argparse.ArgumentParser(
         prog="lean-selector top",
         description="Show the fleet of a running selector, the worst ranks first; Ctrl-C ends it.",

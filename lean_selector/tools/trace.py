@@ -17,7 +17,7 @@ MADE_UP_REQUESTS = 12_000  # about as many as in the published conversation trac
 
 
 def prompt_tokens(line: DecisionLine) -> list[int]:
-    """Returns made-up tokens for the prompt: equal hash ids get equal tokens."""
+    """Return made-up tokens for the prompt: equal hash ids get equal tokens."""
     tokens: list[int] = []
     for hash_id in line.hash_ids:
         first = hash_id * TRACE_BLOCK_TOKENS % 2**32

@@ -93,7 +93,7 @@ ERROR_LIMIT = 5  # stored error texts; all errors are counted
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """Returns the value at a fraction of the sorted list (nearest rank); 0 for an empty list."""
+    """Return the value at a fraction of the sorted list (nearest rank); 0 for an empty list."""
     return values[min(len(values) - 1, int(len(values) * fraction))] if values else 0.0
 
 
@@ -151,17 +151,17 @@ class Player:
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
 
     async def fleet(self) -> Fleet:
-        """Returns the answer of GET /fleet."""
+        """Return the answer of GET /fleet."""
         return msgspec.json.decode(await self._client.call("GET", "/fleet"), type=Fleet)
 
     async def loads(self) -> list[PartitionLoad]:
-        """Returns the load of the engines' model from GET /loads."""
+        """Return the load of the engines' model from GET /loads."""
         query = f"/loads?model_name={quote(self._model_name, safe='')}"
         answer = await self._client.call("GET", query)
         return msgspec.json.decode(answer, type=list[PartitionLoad])
 
     async def load_left(self) -> int:
-        """Returns the sum of requests, prefill tokens and decode blocks that GET /loads reports.
+        """Return the sum of requests, prefill tokens and decode blocks that GET /loads reports.
 
         The sum is 0 if every reservation was freed and no request is queued."""
         return sum(
@@ -174,7 +174,7 @@ class Player:
         )
 
     def report(self, left: int) -> list[str]:
-        """Returns the lines of the summary. left: the result of load_left() at the end."""
+        """Return the lines of the summary. left: the result of load_left() at the end."""
         engines = list(self._engines.values())
         prompt_blocks = max(1, sum(engine.prompt_blocks for engine in engines))
         lines = [
@@ -230,7 +230,7 @@ class Player:
     async def _serve(
         self, request: EngineRequest, selection: _Selection, reservation: str
     ) -> float:
-        """Runs the request on the chosen engine, and reports each step to the service. Returns the
+        """Runs the request on the chosen engine, and reports each step to the service. Return the
         time to first token, in seconds."""
         engine = self._engines.get(selection.worker_id)
         if engine is None:

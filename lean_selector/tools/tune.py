@@ -42,7 +42,7 @@ class Tuned(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a row per combination of settings, and the best one. Returns an exit status."""
+    """Prints a row per combination of settings, and the best one. Return an exit status."""
     parser = argparse.ArgumentParser(
         prog="lean-selector tune",
         description=(

@@ -38,7 +38,7 @@ def start(*flags: str, module: str = "lean_selector") -> RunningService:
 
 
 def let_it_tick(service: RunningService) -> None:
-    """Returns when the service has surely looked at what is to be logged."""
+    """Return when the service has surely looked at what is to be logged."""
 
     # The loop lag is sampled 20 times a second, the tick is every half second: 12 samples later.
     def samples() -> int:

@@ -106,7 +106,7 @@ def test_ids_without_end_teach_nothing_and_are_not_kept() -> None:
 
 
 def known_of(*pieces: bytes, streams: bool = True, **options: Any) -> tuple[Any, int | None]:
-    """Returns (lengths, cached tokens)."""
+    """Return (lengths, cached tokens)."""
     reader = AnswerReader(streams, **options)
     assert b"".join(map(reader.feed, pieces)) + reader.end() == b"".join(pieces)
     return reader.usage.lengths, reader.usage.cached_tokens

@@ -248,7 +248,7 @@ class DeviceTier:
         self._odd = HashAliases(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
-        """Hide the blocks of a rank at once. Returns an iterator that frees the memory in steps;
+        """Hide the blocks of a rank at once. Return an iterator that frees the memory in steps;
         the index may change between two steps."""
         return self._sweep(rank, self.ranks.retire(rank))
 
@@ -368,7 +368,7 @@ class DeviceTier:
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
         """Add the blocks of `local` after `run`, from byte `done` on, until the strand is full.
-        Returns the run that has them, the first one's position in it, and their end in `local`."""
+        Return the run that has them, the first one's position in it, and their end in `local`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -438,7 +438,7 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Remove a rank's blocks by engine hash (8 bytes each). Returns how many were dropped: a
+        """Remove a rank's blocks by engine hash (8 bytes each). Return how many were dropped: a
         block that was stored n times, or under n hashes, is dropped by its n-th removal."""
         before = rank.blocks
         gone = rank.names.take(names)

@@ -51,7 +51,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove engine hashes. Returns blocks left without a hash: a bit mask per trie part."""
+        """Remove engine hashes. Return blocks left without a hash: a bit mask per trie part."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
@@ -110,7 +110,7 @@ class EngineHashes:
         self.retold += 1
 
     def take_copy(self, name: int) -> bool:
-        """Decrease the count of repeated stores under this hash. Returns False if it was 0."""
+        """Decrease the count of repeated stores under this hash. Return False if it was 0."""
         copies = self.copies.get(name)
         if copies is None:
             return False

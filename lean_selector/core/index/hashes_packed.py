@@ -33,7 +33,7 @@ _MOST_BITS: Final[i64] = 16
 
 
 def mixed(name: i64) -> i64:
-    """Mix the bits of a hash. Returns a number from 0 to 2^62 - 1."""
+    """Mix the bits of a hash. Return a number from 0 to 2^62 - 1."""
     product: i64 = ((name ^ (name >> 32)) * _MIX) & _POSITIVE
     return (product ^ (product >> 32)) & _POSITIVE
 
@@ -103,7 +103,7 @@ class HashTable:
         return ABSENT if at < 0 else i64(segment.values[at]) + _HALF_U32
 
     def add(self, name: i64, value: i64) -> bool:
-        """Map a hash to a value. Returns False, and does nothing, if the hash is in the table."""
+        """Map a hash to a value. Return False, and do nothing, if the hash is in the table."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -119,7 +119,7 @@ class HashTable:
         return True
 
     def pop(self, name: i64) -> i64:
-        """Remove a hash. Returns the value of the hash, or ABSENT."""
+        """Remove a hash. Return the value of the hash, or ABSENT."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -133,7 +133,7 @@ class HashTable:
         return value
 
     def let_go(self) -> bool:
-        """Free one segment. Returns False if none is left. The table is unusable afterwards."""
+        """Free one segment. Return False if none is left. The table is unusable afterwards."""
         if self._segments:
             self._segments.pop()
         return len(self._segments) > 0

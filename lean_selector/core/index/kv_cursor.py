@@ -351,7 +351,7 @@ class KvCursor:
 
     def replay_finished(self) -> BatchVerdict:
         """Record that a replay has ended. Batches that were requested but not replayed are lost.
-        Returns IGNORE (apply each batch that next_held() returns) or RESTART (see `replayed`)."""
+        Return IGNORE (apply each batch that next_held() returns) or RESTART (see `replayed`)."""
         replay, gap = self._replay, self._gap
         assert replay is not None
         assert gap is not None
@@ -388,7 +388,7 @@ class KvCursor:
         self._end_replay(replay, complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
-        """Record that the caller aborted a replay. Returns whether next_held() must now be called
+        """Record that the caller aborted a replay. Return whether next_held() must now be called
         (until it returns None), because live batches may have been kept."""
         if self._replay is not None and self._replay.phase is not _Phase.CATCHING_UP:
             self.replay_failed()

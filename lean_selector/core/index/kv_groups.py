@@ -77,7 +77,7 @@ class GroupReports:
             self._ahead.clear()
 
     def leading(self, group: int, kind: int, names: bytes) -> bytes:
-        """Record a report. Returns those of its names that no other group has reported before. A
+        """Record a report. Return those of its names that no other group has reported before. A
         report of a group that has stored nothing counts in any case."""
         if self._first is not None:
             self._first.append((group, kind, names))
@@ -111,7 +111,7 @@ class GroupReports:
         return names if len(found) << 3 == len(names) else b"".join(found)
 
     def _count(self, group: int, report: tuple[int, bytes]) -> bool:
-        """Count a group's report of one block. Returns whether no other group has made it yet."""
+        """Count a group's report of one block. Return whether no other group has made it yet."""
         ahead = self._ahead.setdefault(report, {})
         mine = ahead.get(group, 0)
         is_first = mine >= max(ahead.values(), default=0)

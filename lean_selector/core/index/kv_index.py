@@ -196,7 +196,7 @@ class KvIndex:
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
         """Like `match`, but each set of ranks with equal matches is a bit mask (see `bits`).
-        Returns two lists. The first has pairs (leading blocks on the device, ranks). The second has
+        Return two lists. The first has pairs (leading blocks on the device, ranks). The second has
         pairs (match, ranks) for matches that continue on a lower tier. No rank is in both lists."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
@@ -315,7 +315,7 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event without tokens. Returns how many of `names` (engine hashes) the
+        """Apply a `stored` event without tokens. Return how many of `names` (engine hashes) the
         rank knew: on the device or, for a lower `tier`, on any tier. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
@@ -356,7 +356,7 @@ class KvIndex:
             rank.device.names.take_copy(name)
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
-        """Apply a `removed` event to a rank. Returns how many of the blocks were dropped."""
+        """Apply a `removed` event to a rank. Return how many of the blocks were dropped."""
         names = u64s(len(block_hashes)).pack(*block_hashes)
         return self.remove_blocks((worker_id, dp_rank), tier, names)
 
@@ -379,7 +379,7 @@ class KvIndex:
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
-        """Drop all blocks of these ranks of the worker, and what was learned of the ranks. Returns
+        """Drop all blocks of these ranks of the worker, and what was learned of the ranks. Return
         how many blocks. No match finds them from now on; later calls of `sweep` free the memory."""
         dropped = 0
         sweeps: list[Iterator[None]] = []
@@ -448,7 +448,7 @@ class KvIndex:
 
     def sweep(self, steps: int) -> bool:
         """Free the memory of dropped blocks, and evict blocks above a limit, in at most `steps`
-        steps. Returns True if work is left. A step takes some 50 us, and never above 500 us. Memory
+        steps. Return True if work is left. A step takes some 50 us, and never above 500 us. Memory
         is bounded even if nobody calls this, because each stored event does some steps too."""
         return self._sweeps.go_on(steps)
 
@@ -530,7 +530,7 @@ class KvIndex:
         self._release_if_empty(key, rank)
 
     def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:
-        """Evict at most `most` device blocks above the limit. Returns True if a surplus remains."""
+        """Evict at most `most` device blocks above the limit. Return True if a surplus remains."""
         surplus = rank.device.blocks - bound
         if surplus <= 0:
             return False

@@ -148,7 +148,7 @@ class KvIngest:
         )
 
     def apply(self, batch: EventBatch, delivery: Delivery = _IN_ORDER) -> bool:
-        """Apply a batch, or what its turn asks for. Returns True if the batch cleared a rank, and
+        """Apply a batch, or what its turn asks for. Return True if the batch cleared a rank, and
         the source's events so far were all for this rank."""
         counts, early = self.counts, self.out_of_turn
         is_out = delivery.turn is not _IN_TURN
@@ -177,7 +177,7 @@ class KvIngest:
         return has_cleared and is_all
 
     def _apply_events(self, events: Sequence[Event], delivery: Delivery) -> bool:
-        """Apply events of the ingest's own rank. Returns True if one of them cleared it."""
+        """Apply events of the ingest's own rank. Return True if one of them cleared it."""
         dp_rank, early = self.dp_rank, self.out_of_turn
         self._delivery = delivery
         is_out = delivery.turn is not _IN_TURN
@@ -347,7 +347,7 @@ class KvIngest:
         salt: str | None,
     ) -> bool:
         """Store the blocks of an event: engine hashes and local hashes, equally many, at least one.
-        Returns False if the index refused them, which is counted."""
+        Return False if the index refused them, which is counted."""
         tier, parent, group = event.tier, event.parent_hash, event.group_idx
         assert tier is not None
         first = int.from_bytes(names[:8], "little")
@@ -511,7 +511,7 @@ class KvIngest:
                 self._index.remove_blocks(key, tier, due)
 
     def _take(self, key: RankKey, tier: Tier, names: bytes) -> int:
-        """Remove blocks. Returns how many were dropped. Those that are not held are owed, if they
+        """Remove blocks. Return how many were dropped. Those that are not held are owed, if they
         may be in a batch that is missing."""
         if self._delivery.turn is _IN_TURN:
             return self._index.remove_blocks(key, tier, names)

@@ -123,7 +123,7 @@ class Edges:
 
     def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
         """Record that a rank has the block `child` (engine hash) at `key` (parent's engine hash +
-        local hash). Returns False, and changes nothing, if the rank has another block at `key`, or
+        local hash). Return False, and change nothing, if the rank has another block at `key`, or
         has `child` at another key. `held` has the rank's blocks on this tier."""
         edges = self._edges[key[-8] & MASK]
         edge = edges.get(key)
@@ -179,7 +179,7 @@ class Edges:
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
         """Follow a prompt's `hashes` from byte `at` on, while all `ranks` have the blocks. `name`
-        is the engine hash of the block before. Returns the last block's, and the byte after it."""
+        is the engine hash of the block before. Return the last block's, and the byte after it."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
@@ -371,7 +371,7 @@ class LowerMatches:
 
     def retire(self, rank: Holdings) -> Iterator[None]:
         """Drop a rank's lower tiers, which have blocks. From now on, no match finds these blocks.
-        Returns an iterator that frees their memory in steps. The index may change between steps."""
+        Return an iterator that frees their memory in steps. The index may change between steps."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1

@@ -112,7 +112,7 @@ class Run:
 
     def leads(self) -> ItemsView[int, int]:
         """Group ranks that hold only a part of the run by how many of its leading blocks they hold.
-        Returns pairs (leading blocks, set of ranks). Ranks without the first block are omitted."""
+        Return pairs (leading blocks, set of ranks). Ranks without the first block are omitted."""
         if self._leads is None:
             leads = self._leads = {}
             for bit, held in (self.partial or {}).items():
@@ -291,7 +291,7 @@ class RunTrie:
 
 
 def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
-    """Compare `label` from byte `at` on with `hashes` from byte `start` on. Returns the length of
+    """Compare `label` from byte `at` on with `hashes` from byte `start` on. Return the length of
     the common prefix in bytes, rounded down to whole blocks."""
     low, high = 0, (min(len(label) - at, len(hashes) - start) >> 3) + 1
     if label[at : at + (high - 1 << 3)] == hashes[start : start + (high - 1 << 3)]:

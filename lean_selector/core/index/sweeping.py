@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Do a sweep's first steps. Returns True if the sweep is now the only unfinished sweep."""
+        """Do a sweep's first steps. Return True if the sweep is now the only unfinished sweep."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False
@@ -36,7 +36,7 @@ class Sweeps:
         return len(self._waiting) == 1
 
     def go_on(self, steps: int) -> bool:
-        """Advance sweeps by at most `steps` steps in total. Returns True if a sweep is left."""
+        """Advance sweeps by at most `steps` steps in total. Return True if a sweep is left."""
         waiting = self._waiting
         while waiting and steps > 0:
             steps -= 1

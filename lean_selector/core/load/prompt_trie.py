@@ -23,7 +23,7 @@ class PromptTrie:
         self.root = ActiveRun(b"", None, {}, {})
 
     def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
-        """Add a prompt on a rank; `rank` is a set with only this rank. Returns the prompt's last
+        """Add a prompt on a rank; `rank` is a set with only this rank. Return the prompt's last
         run (the root for an empty prompt), and how many of its blocks are new on the rank. The run
         remains the prompt's last run when other prompts are inserted or removed."""
         run = self.root
@@ -51,7 +51,7 @@ class PromptTrie:
         return run, new_bytes // HASH_BYTES
 
     def remove(self, run: ActiveRun, rank: int, weights: BlockWeights) -> int:
-        """Remove one prompt that ends with `run` from a rank. Returns how many of its blocks no
+        """Remove one prompt that ends with `run` from a rank. Return how many of its blocks no
         other prompt on the rank has. Updates `weights`, the weights of the rank's blocks."""
         run.ends -= 1
         freed_bytes = 0

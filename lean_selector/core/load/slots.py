@@ -79,7 +79,7 @@ class Slots:
         return rank
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank and its reservations. Returns the reservations; [] for an unknown rank."""
+        """Remove a rank and its reservations. Return the reservations; [] for an unknown rank."""
         rank = self.ranks.pop((worker_id, dp_rank), None)
         if rank is None:
             return []
@@ -147,7 +147,7 @@ class Slots:
         self.heard_at = now
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
-        """Release a request's prefill tokens. Returns None if the request is not live; otherwise
+        """Release a request's prefill tokens. Return None if the request is not live; otherwise
         the reservation, and whether this was the first such call for the request."""
         reservation = self.reservations.get(request_id)
         if reservation is None:
@@ -168,7 +168,7 @@ class Slots:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add blocks that a request has generated. Returns None if the request is not live. With a
+        """Add blocks that a request has generated. Return None if the request is not live. With a
         `decay_fraction`, the blocks that only this request has on the rank, including the new
         blocks, get this weight. Raises BadRequest for a fraction outside [0, 1]."""
         check_decay_fraction(decay_fraction)
@@ -190,7 +190,7 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """End a request and remove its reservation. Returns None if the request is not live."""
+        """End a request and remove its reservation. Return None if the request is not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
@@ -201,7 +201,7 @@ class Slots:
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
-        """Restart the time until a request expires. Returns None if the request is not live."""
+        """Restart the time until a request expires. Return None if the request is not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
@@ -298,7 +298,7 @@ class Slots:
         )
 
     def _detach(self, reservation: Reservation) -> int:
-        """Remove a reservation, but do not update its rank's load. Returns by how many blocks the
+        """Remove a reservation, but do not update its rank's load. Return by how many blocks the
         load of the rank must shrink."""
         request_id, rank = reservation.request_id, reservation.rank
         self.revision += 1

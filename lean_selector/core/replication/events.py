@@ -80,7 +80,7 @@ class ReplicaApplier:
         self._early: OrderedDict[_EarlyKey, Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
-        """Apply one event that was received at `now`. Returns what became of the event."""
+        """Apply one event that was received at `now`. Return what became of the event."""
         verdict = self._apply(event, now)
         self.counts[event.kind][verdict] += 1
         return verdict
@@ -246,11 +246,11 @@ class ReplicaSequences:
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
-        """Record a received event's number. Returns how many events just before it we missed."""
+        """Record a received event's number. Return how many events just before it we missed."""
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """Record the last number a replica used. Returns how many of its last events we missed."""
+        """Record the last number a replica used. Return how many of its last events we missed."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
@@ -262,7 +262,7 @@ class ReplicaSequences:
         return True
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record `sequence`. Returns how many events we missed after the last, up to `before`."""
+        """Record `sequence`. Return how many events we missed after the last, up to `before`."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:
@@ -295,7 +295,7 @@ def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> 
     """Restore a reservation from before a restart, with its old times. Call this for the least
     recently active reservation first.
 
-    `router_id` is the peer that admitted the request; None: this replica. Returns False, and books
+    `router_id` is the peer that admitted the request; None: this replica. Return False, and books
     nothing, if the rank is not registered, the id is already live, or the block size differs."""
     slots, booking = target.slots, live.booking
     request_id = booking.request_id

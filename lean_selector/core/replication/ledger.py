@@ -106,7 +106,7 @@ class Ledger:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request's prefill tokens, if it has any. Returns None if it is not live."""
+        """Release a request's prefill tokens, if it has any. Return None if it is not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None
@@ -126,21 +126,21 @@ class Ledger:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add blocks that a request has generated. Returns None if the request is not live."""
+        """Add blocks that a request has generated. Return None if the request is not live."""
         reservation = self.slots.output_block(request_id, now, decay_fraction, blocks)
         if self._events is not None and reservation is not None:
             self._keep_alive(self._events, reservation, now)
         return reservation
 
     def free(self, request_id: str, now: float) -> Reservation | None:
-        """End a request and remove its reservation. Returns None if the request is not live."""
+        """End a request and remove its reservation. Return None if the request is not live."""
         reservation = self.slots.free(request_id, now)
         if self._events is not None and reservation is not None:
             self._events.freed(self, reservation)
         return reservation
 
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank and its reservations. Returns the reservations; [] for an unknown rank."""
+        """Remove a rank and its reservations. Return the reservations; [] for an unknown rank."""
         dropped = self.slots.remove_rank(worker_id, dp_rank)
         self.tell_ended(dropped)
         return dropped

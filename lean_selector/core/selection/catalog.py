@@ -151,7 +151,7 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
     """Return the endpoint that replays a rank's events. A rank without an endpoint of its own uses
-    the worker's, with the port raised by (rank - first rank), as in vLLM. Returns None if there is
+    the worker's, with the port raised by (rank - first rank), as in vLLM. Return None if there is
     no endpoint, if the rank is below the first, or (as in Dynamo) if the port would be too high.
     Raises ValueError for an invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
@@ -348,7 +348,7 @@ class Catalog:
         return self._install(spec, worker.is_draining and worker.spec.endpoint == spec.endpoint)
 
     def remove(self, worker_id: int) -> Worker:
-        """Remove a worker, its ranks, its reservations, and its blocks in the index (D3). Returns
+        """Remove a worker, its ranks, its reservations, and its blocks in the index (D3). Return
         the worker, with lifecycle `unschedulable`. Raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         self._withdraw(worker)

@@ -167,7 +167,7 @@ class Pricing:
 
     def at_least(self, cell: Cell, load: float) -> float:
         """Return a lower bound of the prompt's cost on ranks of this cell whose load costs at least
-        `load`. The bound allows for rounding errors. Returns NaN if the bound is unknown."""
+        `load`. The bound allows for rounding errors. Return NaN if the bound is unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 

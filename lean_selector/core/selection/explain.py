@@ -225,7 +225,7 @@ def _hint(
 ) -> FetchHint | None:
     """Return from which rank the chosen rank can fetch blocks: the rank with the most of the
     prompt's leading blocks in device memory. That rank must have a control endpoint, and the same
-    `router_hint_worker_type`. Returns None if the chosen rank has at least as many blocks."""
+    `router_hint_worker_type`. Return None if the chosen rank has at least as many blocks."""
     local_hashes = request.prompt.local_hashes
     if request.matches:  # the request was queued, so its matches may be outdated
         matches = match_sets(partition, local_hashes)

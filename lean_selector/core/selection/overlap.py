@@ -110,7 +110,7 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
     """Return a table: for each rank, the position in `sets` of the set that contains the rank.
-    Returns None if `times` searches through `sets` cost less than building the table."""
+    Return None if `times` searches through `sets` cost less than building the table."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)

@@ -167,16 +167,16 @@ class Partition:
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
-        """Record a health poll of the worker that has these ranks. Returns True if the set of
+        """Record a health poll of the worker that has these ranks. Return True if the set of
         eligible ranks changed."""
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
-        """End ejections whose time is over. Returns True if the set of eligible ranks changed."""
+        """End ejections whose time is over. Return True if the set of eligible ranks changed."""
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute `candidates`: ranks for unrestricted requests. Returns True if they changed."""
+        """Recompute `candidates`: ranks for unrestricted requests. Return True if they changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
@@ -215,7 +215,7 @@ class Partition:
         return ranks
 
     def put_worker(self, spec: WorkerSpec, is_draining: bool = False) -> list[Reservation]:
-        """Add or replace a worker. Returns the reservations on ranks that the worker lost."""
+        """Add or replace a worker. Return the reservations on ranks that the worker lost."""
         worker_id = spec.worker_id
         if not self.established:
             self.established, self.is_eagle = True, bool(spec.is_eagle)
@@ -261,7 +261,7 @@ class Partition:
         self.members.update(members)
 
     def remove_worker(self, worker_id: int) -> list[Reservation]:
-        """Remove a worker. Returns the reservations that were on its ranks."""
+        """Remove a worker. Return the reservations that were on its ranks."""
         self._drop_watermarks(worker_id)
         dropped: list[Reservation] = []
         worker = self.workers.pop(worker_id)
@@ -295,7 +295,7 @@ class Partition:
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:
-        """If the worker is not registered, drop blocks copied from peers. Returns how many."""
+        """If the worker is not registered, drop blocks copied from peers. Return how many."""
         if worker_id in self.workers:
             return 0
         self._drop_watermarks(worker_id)

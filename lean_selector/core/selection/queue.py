@@ -284,7 +284,7 @@ class Queue:
         return line
 
     def leave(self, waiting: Waiting) -> bool:
-        """Remove a request from the queue. Returns False if the request is no longer queued."""
+        """Remove a request from the queue. Return False if the request is no longer queued."""
         line = waiting.line
         if self._lines.get(line.ties) is not line:
             return False
@@ -376,8 +376,8 @@ class Queue:
         call_soon(go_on)
 
     def _let_go(self, room: Headroom, most: int) -> int:
-        """Admit queued requests that can use ranks that came free, at most `most`. Returns how many
-        of `most` are left. Returns early if more ranks come free; the caller then calls again."""
+        """Admit queued requests that can use ranks that came free, at most `most`. Return how many
+        of `most` are left. Return early if more ranks come free; the caller then calls again."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave

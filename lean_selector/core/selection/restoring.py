@@ -22,7 +22,7 @@ def restore_partition(
 
 def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
     """Restore a reservation of an earlier process. `router_id`: the replica that admitted the
-    request; None: this replica. Returns False if the reservation could not be restored."""
+    request; None: this replica. Return False if the reservation could not be restored."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False

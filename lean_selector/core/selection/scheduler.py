@@ -74,7 +74,7 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
     """Return the eligible ranks of the request's target (a preferred worker or rank) or hard
-    session. Returns `ranks` if none is eligible. A soft session only makes its ranks cost less."""
+    session. Return `ranks` if none is eligible. A soft session only makes its ranks cost less."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (

@@ -64,7 +64,7 @@ class WorkerHealth:
         self, worker_id: int, dp_rank: int | None
     ) -> tuple[Partition, list[RankKey]] | None:
         """Return the worker's partition and the key of this rank, or of all the worker's ranks if
-        `dp_rank` is None. Returns None if the worker is `incomplete`. Raises NotFound."""
+        `dp_rank` is None. Return None if the worker is `incomplete`. Raises NotFound."""
         worker = self._catalog.workers.get(worker_id)
         if worker is None:
             raise NotFound(f"worker {worker_id} not found")

@@ -251,7 +251,7 @@ class SessionTable:
                 yield LiveSession(self._event(session_id, binding), idle_s)
 
     def _make_room(self, session_id: str, now: float) -> bool:
-        """Make room for a new binding of this session. Returns False if the table is full."""
+        """Make room for a new binding of this session. Return False if the table is full."""
         if session_id in self._bindings:  # its binding has expired
             self._drop(session_id)
             self.counts.expired += 1
