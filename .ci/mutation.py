@@ -9,7 +9,7 @@
 
 mutmut does it, in an environment of its own (.venv-mutation) and on a copy of the sources
 (.mutation/AREA); the tests are those of the area alone, so a change that only a test of the whole
-service would notice counts as unnoticed. What survived, and why, is in CONTRIBUTING.md.
+service would notice counts as unnoticed. What survived, and why, is in docs/reliability.md.
 """
 
 import json
