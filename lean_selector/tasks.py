@@ -120,7 +120,7 @@ def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
     return done
 
 
-# -- work that rarely waits -----------------------------------------------------------------------
+# -- work that rarely waits ------------------------------------------------------------------------
 #
 # A generator that yields futures and receives their results. If it need not wait, it runs to its
 # end in its caller's turn of the loop, without a task. Unlike a coroutine, it can be compiled.
@@ -175,7 +175,7 @@ async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
         return await future
 
 
-# -- unsupervised work: callbacks, unawaited tasks, threads, finalisers ---------------------------
+# -- unsupervised work: callbacks, unawaited tasks, threads, finalisers ----------------------------
 
 
 def watch_process(loop: asyncio.AbstractEventLoop) -> None:

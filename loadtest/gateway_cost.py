@@ -40,7 +40,7 @@ LONG = 50  # times as long
 OPEN = 1_000  # streams at a time
 
 
-# -- the worker: answers from memory --------------------------------------------------------------
+# -- the worker: answers from memory ---------------------------------------------------------------
 
 
 async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -100,7 +100,7 @@ async def _serve(port: int) -> None:
     await (await asyncio.start_server(_answer_all, "127.0.0.1", port)).serve_forever()
 
 
-# -- the client -----------------------------------------------------------------------------------
+# -- the client ------------------------------------------------------------------------------------
 
 
 def _request(chunks: int, times: int = 1, user: str = "") -> bytes:
@@ -141,7 +141,7 @@ async def _open_streams_mb(port: int, pid: int) -> float:
     return taken
 
 
-# -- the candidates -------------------------------------------------------------------------------
+# -- the candidates --------------------------------------------------------------------------------
 
 
 def _tree(pid: int) -> list[int]:
@@ -196,7 +196,7 @@ def _running(command: list[str], port: int) -> Iterator[int]:
         yield child.process.pid
 
 
-# -- the run --------------------------------------------------------------------------------------
+# -- the run ---------------------------------------------------------------------------------------
 
 
 def _measured(port: int, pid: int, requests: int) -> list[float]:

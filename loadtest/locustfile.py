@@ -189,7 +189,7 @@ class SlotTrackerUser(RouterUser):
         }
 
 
-# -- before and after ----------------------------------------------------------------------------
+# -- before and after ------------------------------------------------------------------------------
 
 
 def host_of(environment: Environment) -> str:

@@ -20,7 +20,7 @@ def script(name: str) -> Any:
     return module
 
 
-# -- the coverage that is promised ----------------------------------------------------------------
+# -- the coverage that is promised -----------------------------------------------------------------
 
 
 def covered(missing_lines: list[int], missing_branches: list[list[int]]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_every_pure_room_names_files_that_there_are() -> None:
     assert [each for each in patterns if not list(ROOT.glob(each))] == []
 
 
-# -- the lowest versions of the dependencies ------------------------------------------------------
+# -- the lowest versions of the dependencies -------------------------------------------------------
 
 
 def test_every_dependency_of_the_project_states_its_lower_bound() -> None:

@@ -49,7 +49,7 @@ def imported(module: str) -> set[str]:
     return names
 
 
-# -- who may import whom --------------------------------------------------------------------------
+# -- who may import whom ---------------------------------------------------------------------------
 
 EVERYBODYS = {"tasks", "build_info", "core", "wire"}
 ROOMS: dict[str, set[str]] = {
@@ -151,7 +151,7 @@ def test_no_modules_import_each_other_in_a_circle_not_even_for_their_types() -> 
     assert sorted(order) == sorted(graph)  # every name was that of a module
 
 
-# -- data shapes ----------------------------------------------------------------------------------
+# -- data shapes -----------------------------------------------------------------------------------
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 # Where modules are compiled; setup.py has the same set.
@@ -210,7 +210,7 @@ def test_a_compiled_room_keeps_its_structs_apart_from_behaviour() -> None:
     assert {"core", "wire", "client"} <= set(map(room_of, with_shapes())), "structs are found"
 
 
-# -- the pure parts -------------------------------------------------------------------------------
+# -- the pure parts --------------------------------------------------------------------------------
 
 WAITING_OR_CLOCKED = {
     *("asyncio", "uvloop", "zmq", "httptools", "httpx", "socket", "select", "selectors", "signal"),

@@ -26,7 +26,7 @@ ROLES: Final = {b"read": READ, b"write": WRITE, b"admin": ADMIN}  # their names 
 NAMES: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 
 
-# -- refusals -------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 # RFC 6750 section 3: the header has no error code if the request had no bearer token.
 
 _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
@@ -60,7 +60,7 @@ def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
     )
 
 
-# -- the token file -------------------------------------------------------------------------------
+# -- the token file --------------------------------------------------------------------------------
 # Each line is `ROLE TOKEN`. The file is read at the start and again when it changes. Only digests
 # are stored (`http.head`), and no message repeats a token.
 

@@ -30,7 +30,7 @@ from lean_selector.wire.fleet import Fleet, PrefixTree
 if TYPE_CHECKING:  # imported only when requested
     from lean_selector.api.ui import Page
 
-# -- GET /metrics ---------------------------------------------------------------------------------
+# -- GET /metrics ----------------------------------------------------------------------------------
 # The text is made in slices: a fleet of 512 ranks has thousands of samples, which take about a
 # microsecond each.
 
@@ -56,7 +56,7 @@ def metrics_route(
     )  # fmt: skip
 
 
-# -- GET /openapi.json ----------------------------------------------------------------------------
+# -- GET /openapi.json -----------------------------------------------------------------------------
 
 
 def openapi_route(
@@ -87,7 +87,7 @@ def openapi_route(
     return itself
 
 
-# -- the page -------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
@@ -109,7 +109,7 @@ def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
     )  # fmt: skip
 
 
-# -- the application ------------------------------------------------------------------------------
+# -- the application -------------------------------------------------------------------------------
 
 
 def observed(

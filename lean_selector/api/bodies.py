@@ -55,7 +55,7 @@ class BadQuery(BadRequest):
         super().__init__(f"Failed to deserialize query string: {fault}")
 
 
-# -- bodies ---------------------------------------------------------------------------------------
+# -- bodies ----------------------------------------------------------------------------------------
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
@@ -167,7 +167,7 @@ def _not_parsed(form: str, fault: object) -> BadBody:
     return BadBody(400, f"Failed to parse the request body as {form}: {fault}")
 
 
-# -- queries --------------------------------------------------------------------------------------
+# -- queries ---------------------------------------------------------------------------------------
 
 
 def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
@@ -192,7 +192,7 @@ def wants_detail(query: Query) -> bool:
         raise BadQuery("detail must be true or false") from None
 
 
-# -- ids in the path ------------------------------------------------------------------------------
+# -- ids in the path -------------------------------------------------------------------------------
 
 
 def worker_id_param(param: bytes) -> int:

@@ -253,7 +253,7 @@ def escaped(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-# -- tables of metrics ----------------------------------------------------------------------------
+# -- tables of metrics -----------------------------------------------------------------------------
 # A row has the name without prefix, the source of the value, and the meaning. A name that ends in
 # _total is a counter, any other a gauge.
 
@@ -293,7 +293,7 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
         yield f'{text[:-1]},{label}="{key}"}}', count
 
 
-# -- the whole text -------------------------------------------------------------------------------
+# -- the whole text --------------------------------------------------------------------------------
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:

@@ -144,7 +144,7 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
     return warnings
 
 
-# -- registrations --------------------------------------------------------------------------------
+# -- registrations ---------------------------------------------------------------------------------
 
 
 def assumed_without_events(routed_ttl_s: float) -> str:

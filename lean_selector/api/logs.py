@@ -118,7 +118,7 @@ class QueuedLines(logging.Handler):
         self.writer.flush(FLUSH_S)
 
 
-# -- lines ----------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 

@@ -41,7 +41,7 @@ def scope_labels(scope: LoadScope, **more: object) -> str:
     return labels(model=scope.model_name, tenant_id=scope.tenant_id, **more)
 
 
-# -- any service ----------------------------------------------------------------------------------
+# -- any service -----------------------------------------------------------------------------------
 
 
 def http_families(meters: Iterable[RouteMeter]) -> Families:
@@ -127,7 +127,7 @@ def connection_families(connections: Connections) -> Families:
     })  # fmt: skip
 
 
-# -- loads and reservations -----------------------------------------------------------------------
+# -- loads and reservations ------------------------------------------------------------------------
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:

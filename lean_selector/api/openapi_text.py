@@ -63,7 +63,7 @@ def openapi_parts(title: str, routes: Sequence[Route], asks_tokens: bool) -> Ite
     yield text
 
 
-# -- routes ---------------------------------------------------------------------------------------
+# -- routes ----------------------------------------------------------------------------------------
 
 
 def _kinds_of(route: Route) -> Iterator[Any]:
@@ -121,7 +121,7 @@ def _response(text: str, schemas: list[Schema], media: str = "application/json")
     return {"description": text, "content": {media: {"schema": schema}}}
 
 
-# -- structs --------------------------------------------------------------------------------------
+# -- structs ---------------------------------------------------------------------------------------
 
 
 def _structs_of(kind: Any) -> dict[str, type[Struct]]:

@@ -29,7 +29,7 @@ def is_json(content_type: bytes | None) -> bool:
     return media == JSON or (media.startswith(b"application/") and media.endswith(b"+json"))
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 INTERNAL_ERROR = ErrorBody("internal error")
 _LONGEST_WARNING: Final = 2000  # characters; proxies refuse headers above some 8 KiB
@@ -167,7 +167,7 @@ def printable(text: str) -> str:
     return "".join(letter if " " <= letter <= "~" else json_escape(letter) for letter in text)
 
 
-# -- answers that may be large --------------------------------------------------------------------
+# -- answers that may be large ---------------------------------------------------------------------
 
 SLICE_S = 0.001  # as for KV events: other requests wait at most this long, plus one part
 

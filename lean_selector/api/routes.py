@@ -106,7 +106,7 @@ class Route:
         return self.handler(parsed, body)
 
 
-# -- changes that are on disk before they are answered --------------------------------------------
+# -- changes that are on disk before they are answered ---------------------------------------------
 
 
 class Saving(Protocol):

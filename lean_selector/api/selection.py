@@ -227,7 +227,7 @@ class SelectionService(WorkerHandlers):
                 lambda: self._switched_on().session_list(), gives=dict),
         )  # fmt: skip
 
-    # -- differences of the 1.6 dialect --------------------------------------------------------
+    # -- differences of the 1.6 dialect ------------------------------------------------------------
 
     # What a dialect has in place of types of bodies and answers.
     replaces: ClassVar[dict[Any, Any]] = {}
@@ -245,7 +245,7 @@ class SelectionService(WorkerHandlers):
         """Return the prompt in a request's body, hashed with the block size of the partition."""
         return prompt_to_select(body, partition.block_size, partition.is_eagle)
 
-    # -- selection -----------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     def select(self, body: SelectRequest) -> object:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
@@ -314,7 +314,7 @@ class SelectionService(WorkerHandlers):
             placement.explain,
         )
 
-    # -- requests that choose ------------------------------------------------------------------
+    # -- requests that choose ----------------------------------------------------------------------
 
     def _queued(self, waiting: Waiting, shape: Shape) -> Queued:
         """Return the answer of a request that waits. `shape` is called after the choice."""
@@ -374,7 +374,7 @@ class SelectionService(WorkerHandlers):
             UNSET if threshold is None else tokens > threshold * capacity,
         )
 
-    # -- selections that are booked later ------------------------------------------------------
+    # -- selections that are booked later ----------------------------------------------------------
 
     def _remember(
         self,
@@ -416,7 +416,7 @@ class SelectionService(WorkerHandlers):
         selections.use_up(key, selection_id)
         return booked
 
-    # -- reservations --------------------------------------------------------------------------
+    # -- reservations ------------------------------------------------------------------------------
 
     def reserve(self, body: ReservationRequest) -> object:
         key, selection_id = (body.model_name, body.group()), body.selection_id
@@ -466,7 +466,7 @@ class SelectionService(WorkerHandlers):
             )
         return OK
 
-    # -- inspection ----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     def loads(self, query: Query) -> Any:
         model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
@@ -496,7 +496,7 @@ class SelectionService(WorkerHandlers):
     def kv_sources(self, query: Query) -> Sequence[object]:
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
 
-    # -- busy thresholds -----------------------------------------------------------------------
+    # -- busy thresholds ---------------------------------------------------------------------------
     # Shapes as in the request-rejection document and slot_tracker.md 4.2; DELETE is ours.
 
     def list_thresholds(self) -> Thresholds:

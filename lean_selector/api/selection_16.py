@@ -92,7 +92,7 @@ class SelectionService16(SelectionService):
             prompt.forget_likeness(secrets.token_bytes)
         return prompt
 
-    # -- selection -----------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     def select(self, body: Any) -> object:
         assert isinstance(body, SelectRequest16)
@@ -181,7 +181,7 @@ class SelectionService16(SelectionService):
             return UNSET
         return outlook.potential_decode_blocks > threshold * blocks
 
-    # -- reservations --------------------------------------------------------------------------
+    # -- reservations ------------------------------------------------------------------------------
 
     def reserve(self, body: Any) -> Booked16:
         assert isinstance(body, ReservationRequest16)
@@ -211,7 +211,7 @@ class SelectionService16(SelectionService):
         )
         return Booked16.of(booked)
 
-    # -- inspection ----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     def loads(self, query: Query) -> list[PartitionLoads16]:
         return [PartitionLoads16.of(row) for row in super().loads(query)]

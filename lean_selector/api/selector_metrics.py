@@ -44,7 +44,7 @@ OUTCOMES = {
 }
 
 
-# -- the selector ---------------------------------------------------------------------------------
+# -- the selector ----------------------------------------------------------------------------------
 
 
 class KvSourceStates(Protocol):
@@ -210,7 +210,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
     ]  # fmt: skip
 
 
-# -- single workers and models --------------------------------------------------------------------
+# -- single workers and models ---------------------------------------------------------------------
 
 
 class WorkerFigures:
@@ -327,7 +327,7 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
     return each(label, "outcome", {"placed": placed, "shed": shed, "no_worker": refused})
 
 
-# -- sessions and cached selections ---------------------------------------------------------------
+# -- sessions and cached selections ----------------------------------------------------------------
 
 
 def session_families(

@@ -79,7 +79,7 @@ class ReplicaHandlers:
         return self._replication
 
 
-# -- discovery routes ----------------------------------------------------------------------------
+# -- discovery routes ------------------------------------------------------------------------------
 #
 # GET /discovery, for both services (decision D22).
 

@@ -119,7 +119,7 @@ class SlotTrackerService(ReplicaHandlers):
         )
 
 
-# -- metrics and log lines ------------------------------------------------------------------------
+# -- metrics and log lines -------------------------------------------------------------------------
 
 
 def tracker_families(trackers: Trackers) -> Families:

@@ -32,7 +32,7 @@ _MANY_RANKS: Final = 128  # from this many on, rounds are half as frequent
 EVENT_STREAM: Final = b"text/event-stream"
 
 
-# -- the page -------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 _BLOCKS: Final = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -55,7 +55,7 @@ def page() -> tuple[bytes, bytes]:
     )
 
 
-# -- the events -----------------------------------------------------------------------------------
+# -- the events ------------------------------------------------------------------------------------
 
 
 class _Listener:
@@ -229,7 +229,7 @@ class Events:
         return b"event: fleet\ndata: %b\n\n" % json_form(event)
 
 
-# -- the routes' handlers -------------------------------------------------------------------------
+# -- the routes' handlers --------------------------------------------------------------------------
 
 
 class Page:

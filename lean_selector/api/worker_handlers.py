@@ -53,7 +53,7 @@ class ServiceState:
         self.state_fault: str | None = None
 
 
-# -- encoded records ------------------------------------------------------------------------------
+# -- encoded records -------------------------------------------------------------------------------
 # Probes poll /ready, whose answer has all workers. Encoding 5 000 of them takes 46 ms; joining
 # cached texts takes 1 ms, and only after a change.
 
@@ -97,7 +97,7 @@ class WorkerRecords:
         return self._encoded.get(worker) or json_form(self._record(worker))
 
 
-# -- health ---------------------------------------------------------------------------------------
+# -- health ----------------------------------------------------------------------------------------
 
 DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
@@ -144,7 +144,7 @@ def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType
     return [found[worker_id] for worker_id in sorted(found)] or msgspec.UNSET
 
 
-# -- handlers -------------------------------------------------------------------------------------
+# -- handlers --------------------------------------------------------------------------------------
 
 
 class KvSources(Sources, Protocol):
@@ -207,7 +207,7 @@ class WorkerHandlers(ReplicaHandlers):
             routed_ttl_secs=settings.routed_ttl_s,
         )
 
-    # -- the handlers --------------------------------------------------------------------------
+    # -- the handlers ------------------------------------------------------------------------------
 
     def ready(self) -> Reply:
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))

@@ -165,7 +165,7 @@ class DecisionLog(Part):
         self._cost_next = 0.0
         self.requests = 0
 
-    # -- choices ------------------------------------------------------------------------
+    # -- choices -----------------------------------------------------------------------------------
 
     def chosen(
         self,
@@ -235,7 +235,7 @@ class DecisionLog(Part):
             held = match_of(matches, load.mask).device * partition.block_size
             line.cached = min(held, line.input_length)
 
-    # -- what the ledgers do -------------------------------------------------------------------
+    # -- what the ledgers do -----------------------------------------------------------------------
 
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
@@ -292,7 +292,7 @@ class DecisionLog(Part):
     def _since(self, line: DecisionLine, now: float) -> float:
         return round((self._epoch_s + now) * 1e3 - line.timestamp, 3)
 
-    # -- the log itself ------------------------------------------------------------------------
+    # -- the log itself ----------------------------------------------------------------------------
 
     def hand_over(self) -> None:
         """Passes the lines of ended requests to the writing thread. Call it periodically."""

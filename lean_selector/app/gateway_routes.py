@@ -53,7 +53,7 @@ def prompts_of(settings: PromptSettings, fleet: GatewayFleet, client: OutboundCl
     return Prompts(settings, fleet, client, local)
 
 
-# -- access logs ---------------------------------------------------------------------------------
+# -- access logs -----------------------------------------------------------------------------------
 
 
 class AccessLogReaders:
@@ -110,7 +110,7 @@ class AccessLogReaders:
             reader.close()
 
 
-# -- both ----------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 class GatewayRoutes(Part):

@@ -63,7 +63,7 @@ def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[s
     ]
 
 
-# -- expiry sweep --------------------------------------------------------------------------------
+# -- expiry sweep ----------------------------------------------------------------------------------
 # Reservations are expired in slices, so that other requests are hardly delayed.
 #
 # Each iteration of the loop runs one slice until nothing is overdue, and polls the sockets between
@@ -121,7 +121,7 @@ class ExpirySweep:
             self._call_soon(self._slice)
 
 
-# -- host ----------------------------------------------------------------------------------------
+# -- host ------------------------------------------------------------------------------------------
 # Independent of the service: it gets an app and callbacks (decision D14 for the shutdown).
 
 log = logging.getLogger("lean_selector.server")
@@ -382,7 +382,7 @@ def os_reason(error: OSError) -> str:
     return f"{os.strerror(error.errno)} (os error {error.errno})"
 
 
-# -- access --------------------------------------------------------------------------------------
+# -- access ----------------------------------------------------------------------------------------
 # The bearer tokens that a service accepts.
 
 

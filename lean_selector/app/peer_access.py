@@ -28,7 +28,7 @@ def credentials_of(access: AccessFlags) -> Credentials:
     return Credentials(token, trust, access.tls_name or None)
 
 
-# -- endpoint rules ------------------------------------------------------------------------------
+# -- endpoint rules --------------------------------------------------------------------------------
 # Check a worker's endpoints against `--allow-endpoint` before it is registered.
 
 

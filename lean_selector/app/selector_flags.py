@@ -38,7 +38,7 @@ SESSIONS = ("--session-affinity-ttl-secs",)
 _FOUND = ("--discover", "workers")
 
 
-# -- reading one value ----------------------------------------------------------------------------
+# -- reading one value -----------------------------------------------------------------------------
 
 
 _where = checked_by("lean_selector.discovery.particulars", "target_of", "where")
@@ -82,7 +82,7 @@ def _mode(value: str) -> str:
     raise ValueError(f"{why}expected one of tokenize, local, off")
 
 
-# -- the groups -----------------------------------------------------------------------------------
+# -- the groups ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +443,7 @@ class IgnoredFlags:
     replica_sync: bool | None = dyn_flag(None, "--router-replica-sync")
 
 
-# -- the configuration ----------------------------------------------------------------------------
+# -- the configuration -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

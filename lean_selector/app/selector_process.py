@@ -138,7 +138,7 @@ class SelectorParts(Parts):
         self.add(GatewayRoutes(service, config.access_logs, prompts, client, self.decisions))
 
 
-# -- the selector behind its listener ------------------------------------------------------------
+# -- the selector behind its listener --------------------------------------------------------------
 
 
 def run_selector(config: SelectorConfig) -> None:

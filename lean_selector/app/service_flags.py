@@ -17,7 +17,7 @@ _REPLICA_SECRET = "--replica-sync-curve-secret-key-file"
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
-# -- reading one value ----------------------------------------------------------------------------
+# -- reading one value -----------------------------------------------------------------------------
 
 
 def path(value: str) -> str:
@@ -85,7 +85,7 @@ def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
 _where = checked_by("lean_selector.discovery.particulars", "peer_target_of", "where")
 
 
-# -- the groups -----------------------------------------------------------------------------------
+# -- the groups ------------------------------------------------------------------------------------
 
 
 class TlsFiles(NamedTuple):
@@ -308,7 +308,7 @@ class ReservationsFlags:
     )
 
 
-# -- the configurations ---------------------------------------------------------------------------
+# -- the configurations ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,7 +248,7 @@ class TrackerCatalog:
                 self.trackers.register(row)
 
 
-# -- restoring at start ------------------------------------------------------------------
+# -- restoring at start ----------------------------------------------------------------------------
 
 
 class OtherService(Exception):

@@ -115,7 +115,7 @@ class Persister(Part):
         self.restored = 0  # reservations restored at start
         self.dropped = 0  # reservations that could not be restored
 
-    # -- seen from outside -----------------------------------------------------------------------
+    # -- seen from outside -------------------------------------------------------------------------
 
     @property
     def fault(self) -> str | None:
@@ -148,7 +148,7 @@ class Persister(Part):
                 "Reservations on disk at start, by outcome."),
         })  # fmt: skip
 
-    # -- the catalog -----------------------------------------------------------------------------
+    # -- the catalog -------------------------------------------------------------------------------
 
     def note(self) -> None:
         """Schedules saving, because workers, thresholds or peers may have changed."""
@@ -184,7 +184,7 @@ class Persister(Part):
             if not is_saved:
                 await asyncio.sleep(RETRY_S)
 
-    # -- any file --------------------------------------------------------------------------------
+    # -- any file ----------------------------------------------------------------------------------
 
     async def _keep_reservations(self) -> None:
         pause_s = self._interval_s
@@ -244,7 +244,7 @@ class Persister(Part):
         file.job = in_thread(f"state {file.name}", write)
         await asyncio.shield(file.job)
 
-    # -- from the start to the end ---------------------------------------------------------------
+    # -- from the start to the end -----------------------------------------------------------------
 
     def start(self) -> None:
         self._tasks = [

@@ -127,7 +127,7 @@ def prompt_fields(
     return fields
 
 
-# -- the calls ------------------------------------------------------------------------------------
+# -- the calls -------------------------------------------------------------------------------------
 
 _read_selected = msgspec.json.Decoder(Selected).decode
 _read_workers = msgspec.json.Decoder(list[Worker]).decode

@@ -73,7 +73,7 @@ class Driver:
         transport = httpx.AsyncHTTPTransport(limits=WORKER_LIMITS)
         return httpx.AsyncClient(transport=transport, trust_env=False)
 
-    # -- exchanges -----------------------------------------------------------------------------
+    # -- exchanges ---------------------------------------------------------------------------------
 
     async def ask(self, call: Call[T]) -> T:
         """Sends a request to the service, and returns the parsed response. Raises ClientError."""
@@ -146,7 +146,7 @@ class Driver:
             await response.aclose()
         raise worker_refused(step, response.status_code, body)
 
-    # -- reservations --------------------------------------------------------------------------
+    # -- reservations ------------------------------------------------------------------------------
 
     def hold(self, reservation: Reservation, opened: Opened) -> None:
         """Records the worker's open response for a reservation. release() will close it."""

@@ -37,7 +37,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# -- on an event loop -----------------------------------------------------------------------------
+# -- on an event loop ------------------------------------------------------------------------------
 
 
 class TokenStream(ChunkIntake, AsyncClosing):
@@ -293,7 +293,7 @@ class KvRouter(AsyncClosing):
         """Return a JSON list of KV events that rebuild the service's index of this model."""
         return await self._routing.dump_events()
 
-    # -- for callers that send the request to the worker themselves -----------------------------
+    # -- for callers that send the request to the worker themselves --------------------------------
 
     @asynccontextmanager
     async def reserve(
@@ -358,7 +358,7 @@ class KvRouter(AsyncClosing):
 KvPushRouter = KvRouter
 
 
-# -- without an event loop ------------------------------------------------------------------------
+# -- without an event loop -------------------------------------------------------------------------
 
 
 class SyncTokenStream(Placed, Closing):

@@ -96,7 +96,7 @@ class Routing:
         self._absent: set[str] = set()  # models that the last look-up did not find
         self._looked_at = 0.0
 
-    # -- scope -------------------------------------------------------------------------
+    # -- scope -------------------------------------------------------------------------------------
 
     async def scope(self, model: str | None = None) -> Scope:
         """Return model, tenant and block size for requests. What the router's settings leave open
@@ -171,7 +171,7 @@ class Routing:
         fields.update((name, value) for name, value in wanted.items() if value is not None)
         return fields
 
-    # -- selection -----------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     async def best_worker(
         self, prompt: Prompt, terms: Wishes, request_id: str | None
@@ -279,7 +279,7 @@ class Routing:
             raise error
         await self.driver.pause(wait_s)
 
-    # -- generation ----------------------------------------------------------------------------
+    # -- generation --------------------------------------------------------------------------------
 
     async def generate(
         self, prompt: Prompt, terms: Wishes, model: str, body: bytes
@@ -334,7 +334,7 @@ class Routing:
             if worker.lifecycle == "schedulable" and worker.worker_id not in avoided
         ]
 
-    # -- inspection ----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     async def potential_loads(self, prompt: Prompt) -> list[dict[str, int]]:
         scope = await self.scope()

@@ -158,7 +158,7 @@ def _unpack(hashes: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(hashes) // 8}Q", hashes))
 
 
-# --------------------------------------------------------------------------------------------------
+# -- whether the core runs compiled ----------------------------------------------------------------
 # Whether the core runs compiled. Some code is fast compiled and slow interpreted, or the reverse.
 
 

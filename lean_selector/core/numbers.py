@@ -9,7 +9,7 @@ MAX_RANKS = 4096  # per worker; every rank costs a row
 RANK_LIMIT = 2**32 - 1  # ranks are u32, and so is the end of a worker's range
 
 
-# --------------------------------------------------------------------------------------------------
+# -- arguments of Python callers -------------------------------------------------------------------
 # Arguments that Python callers pass must have the expected type; otherwise the error names them.
 # Values that can be used as an int or a float (NumPy's) are accepted; a bool is not.
 

@@ -27,7 +27,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
     bonus_blocks: float = DEFAULT_BONUS_BLOCKS  # soft only: subtracted from the rank's cost
 
 
-# --------------------------------------------------------------------------------------------------
+# -- how the API dialects differ -------------------------------------------------------------------
 # How the API dialects differ in the core's rules and texts.
 #
 # A dialect's bodies and answers are in `wire`, its routes in `service`. Chosen once, at start

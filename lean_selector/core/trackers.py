@@ -55,7 +55,7 @@ class Trackers:
         """Return all trackers, sorted by (model_name, tenant_id)."""
         return list(self._selected(None, None))
 
-    # workers ------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def register(self, row: WorkerRow) -> None:
         """Add a worker. The first worker creates the tracker and fixes the block size. Raises
@@ -104,7 +104,7 @@ class Trackers:
             for _worker_id, row in sorted(tracker.workers.items())
         ]
 
-    # requests -----------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def add(
         self,
@@ -158,7 +158,7 @@ class Trackers:
         """Count requests booked here or copied from peers, without those of dropped trackers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
-    # loads --------------------------------------------------------------------------------------
+    # -- loads -------------------------------------------------------------------------------------
 
     def loads(self, model_name: str | None, tenant_id: str | None) -> list[LoadRow]:
         """Return one row per registered rank of this model and tenant (None: any), sorted."""

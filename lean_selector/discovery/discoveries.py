@@ -54,7 +54,7 @@ class Discoveries(Part):
         self._asking: Asking | None = None
         self.sightings: list[tuple[str, Sighting]] = []  # (workers or peers, state)
 
-    # -- what to find --------------------------------------------------------------------------
+    # -- what to find ------------------------------------------------------------------------------
 
     def find_workers(self, targets: Iterable[Target], roster: Roster, asking: Asking) -> None:
         """Adds targets of --discover. `asking` queries the engines of workers in `roster`."""
@@ -117,7 +117,7 @@ class Discoveries(Part):
             on_places,
         ).run
 
-    # -- running -------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the search for workers and peers. Call this while the event loop is running."""
@@ -140,7 +140,7 @@ class Discoveries(Part):
                 self._asking.end(known)
             await self._asking.close()
 
-    # -- seen from outside ---------------------------------------------------------------------
+    # -- seen from outside -------------------------------------------------------------------------
 
     def families(self) -> Families:
         """Return the metrics of discovery. The number of time series depends only on the flags."""

@@ -95,7 +95,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
     return None, None
 
 
-# -- vLLM -----------------------------------------------------------------------------------------
+# -- vLLM ------------------------------------------------------------------------------------------
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
@@ -153,7 +153,7 @@ def _line(body: bytes, at: int) -> bytes:
     return body[at:] if end < 0 else body[at:end]
 
 
-# -- SGLang ---------------------------------------------------------------------------------------
+# -- SGLang ----------------------------------------------------------------------------------------
 
 
 def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
@@ -210,7 +210,7 @@ def _each_rank(endpoint: str, size: int) -> dict[str, str]:
     return {str(rank): replay_endpoint_for(endpoint, rank) for rank in range(min(size, 4096))}
 
 
-# -- both -----------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 def reachable(endpoint: str, host: str) -> str:

@@ -96,7 +96,7 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 1 <= int(text) <= 0xFFFF
 
 
-# -- facts about a worker ---------------------------------------------------------------------
+# -- facts about a worker --------------------------------------------------------------------------
 
 
 class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):

@@ -86,7 +86,7 @@ class WorkerPolls(Part):
             self._running[worker_id] = task
             task.add_done_callback(lambda _: self._running.pop(worker_id))
 
-    # -- one poll ------------------------------------------------------------------------------
+    # -- one poll ----------------------------------------------------------------------------------
 
     async def _poll(self, worker_id: int) -> None:
         worker = self.catalog.workers.get(worker_id)

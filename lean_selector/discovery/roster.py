@@ -149,7 +149,7 @@ class Roster:
                     self._settle(known)
             self._retried = self.catalog.revision
 
-    # -- what outlives the process -------------------------------------------------------------
+    # -- what outlives the process -----------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
         """Return workers to store: those discovery registered, and those deleted over HTTP."""
@@ -176,7 +176,7 @@ class Roster:
         for discovery in kept.discoveries:
             self._found.setdefault(discovery, {})[kept.key] = entry
 
-    # -- found workers -------------------------------------------------------------------------
+    # -- found workers -----------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
         """Updates the worker at the endpoint `key` after a target was read. If several targets list
@@ -220,7 +220,7 @@ class Roster:
     def _is_complete(self, known: KnownWorker) -> bool:
         return is_complete(known.entry, self.use_kv_events)
 
-    # -- registrations --------------------------------------------------------------------
+    # -- registrations -----------------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
         """Registers a new or changed worker, unless its engine has to be queried first."""
@@ -302,7 +302,7 @@ class Roster:
             log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
         known.warnings = warnings
 
-    # -- changes over HTTP ---------------------------------------------------------------
+    # -- changes over HTTP -------------------------------------------------------------------------
 
     def _compare(self) -> None:
         """Finds out which discovered workers were registered, changed or deleted over HTTP."""

@@ -62,7 +62,7 @@ def shut_down() -> SelectionServiceError:
     return SelectionServiceError("selection service is shutting down", 503, "not_ready")
 
 
-# -- requests and records -------------------------------------------------------------------------
+# -- requests and records --------------------------------------------------------------------------
 
 Fields = dict[str, Any]
 Done = tuple[()]  # the result of methods that only report success

@@ -117,7 +117,7 @@ class Running:
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self.parts.tick(time.monotonic())
 
-    # -- calls from any thread -------------------------------------------------------------
+    # -- calls from any thread ---------------------------------------------------------------------
 
     def at_once(self, work: Callable[[], T]) -> T:
         """Calls `work` on the thread of the selector's event loop, and returns the result."""
@@ -173,7 +173,7 @@ class Running:
             self._loop.call_soon_threadsafe(give_up)
             raise
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Begins to stop the selector, and refuses queued requests. May be called repeatedly."""
@@ -216,7 +216,7 @@ class Running:
             self._destroy()
 
 
-# -- its configuration ----------------------------------------------------------------------------
+# -- its configuration -----------------------------------------------------------------------------
 # The arguments of the class correspond to flags of `lean-selector`, so that ranges and defaults are
 # defined once; other settings come from the same environment variables, DYN_*.
 
@@ -377,7 +377,7 @@ class SelectionService:
         answering = handler(running.parts)
         return running.at_once(lambda: _decoded(_called(answering, *arguments)))
 
-    # -- workers -------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     async def upsert_worker(self, worker: object) -> Fields:
         """Registers or replaces a worker; returns the worker's record."""
@@ -410,7 +410,7 @@ class SelectionService:
         before = {"ready": False, "schedulable_workers": 0, "workers": []}
         return readiness(self._asked_at_once(lambda parts: parts.service.ready, before=before))
 
-    # -- selections and reservations -----------------------------------------------------------
+    # -- selections and reservations ---------------------------------------------------------------
 
     async def select(self, request: object) -> Fields:
         """Chooses a rank. A choice with a selection_id is cached for create_reservation."""
@@ -458,7 +458,7 @@ class SelectionService:
         await self._asked(self._handlers.free, name, None)
         return ()
 
-    # -- inspection ----------------------------------------------------------------------------
+    # -- inspection --------------------------------------------------------------------------------
 
     def loads(
         self, *, model_name: str | None = None, routing_group: str | None = None
@@ -495,7 +495,7 @@ class SelectionService:
         snapshot: Fields = msgspec.json.decode(await running.in_time(made))
         return snapshot
 
-    # -- replicas ------------------------------------------------------------------------------
+    # -- replicas ----------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
         """Subscribes to the events of a replica. Return False if the replica is a peer already.
@@ -530,7 +530,7 @@ class SelectionService:
         recovery = Recovery(catalog, core.subscriptions, urls, client)
         return await running.in_time(recovery.run)
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Disconnects from engines and replicas, and refuses queued requests. Reservations can

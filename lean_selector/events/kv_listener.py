@@ -111,7 +111,7 @@ class KvReplay:
         return not self._has_ended
 
 
-# -- kv listener ---------------------------------------------------------------------------------
+# -- kv listener -----------------------------------------------------------------------------------
 #
 # The KV events of one engine rank: a SUB socket feeds the index, and replays bring missed batches.
 # The cursor decides what each batch means, and the ingest applies it. This class has the links, the

@@ -23,7 +23,7 @@ from lean_selector.core.numbers import U64_MAX
 
 _log = logging.getLogger("lean_selector.access_logs")
 
-# -- sources of lines ----------------------------------------------------------------------------
+# -- sources of lines ------------------------------------------------------------------------------
 
 
 class LogAddress(NamedTuple):
@@ -93,7 +93,7 @@ def is_loopback(host: str) -> bool:
     return Senders([]).may_write(host)
 
 
-# -- outcomes -------------------------------------------------------------------------------------
+# -- outcomes --------------------------------------------------------------------------------------
 #
 # Derive the worker's outcome from the fields of nginx, HAProxy or Envoy: nginx's
 # `$upstream_status`, `$upstream_connect_time` and `$request_completion`, HAProxy's `%ts` and `%rc`,
@@ -177,7 +177,7 @@ def _of_envoy(fields: Mapping[str, str], status: int | None) -> str | None:
     return next((outcome for flag, outcome in _OF_ENVOY if flag in said), None)
 
 
-# -- a line --------------------------------------------------------------------------------------
+# -- a line ----------------------------------------------------------------------------------------
 
 LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy truncate earlier
 LONGEST_ID: Final = 256

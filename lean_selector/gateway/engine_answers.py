@@ -98,7 +98,7 @@ class EngineAnswers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- answers -------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------
 
     def _any_told(self, served: Served) -> _Told | None:
         bases = self._fleet.well(served.workers).values()
@@ -126,7 +126,7 @@ class EngineAnswers:
         told = self._told.get(base)
         return told is None or self._clock() - told.at > FRESH_S
 
-    # -- queries -------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------
 
     def _bases(self, tenant_id: str) -> list[str]:
         models = (self._fleet.model(name, tenant_id) for name in self._fleet.models(tenant_id))

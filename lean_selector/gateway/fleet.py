@@ -43,7 +43,7 @@ class GatewayFleet:
         """Changes when a worker does."""
         return self._catalog.revision
 
-    # -- by model ------------------------------------------------------------------------------
+    # -- by model ----------------------------------------------------------------------------------
 
     def model(self, model_name: str, tenant_id: str) -> Served | None:
         self._look()
@@ -62,7 +62,7 @@ class GatewayFleet:
         text = f"Known models: {_some(models) or 'none'}."
         return f"{text} Not answered yet: {_some(silent)}." if silent else text
 
-    # -- by base URL ---------------------------------------------------------------------------
+    # -- by base URL -------------------------------------------------------------------------------
 
     def bases(self) -> list[str]:
         self._look()

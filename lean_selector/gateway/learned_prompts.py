@@ -193,7 +193,7 @@ class PromptMemory:
         self._forget()
         return run.hashes[: 8 * asked]
 
-    # -- entries -------------------------------------------------------------------------------
+    # -- entries -----------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
         """Return index and entry of the longest prefix that was seen before, or (-1, None)."""

@@ -99,7 +99,7 @@ def _call(call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
-# -- the folder -----------------------------------------------------------------------------------
+# -- the folder ------------------------------------------------------------------------------------
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _token(told: object) -> str | None:
     return told if isinstance(told, str) else None
 
 
-# -- Jinja ----------------------------------------------------------------------------------------
+# -- Jinja -----------------------------------------------------------------------------------------
 
 
 class _Generation(JinjaExtension):

@@ -164,7 +164,7 @@ class Prompts:
         self._tokenizer.close()
         return self._engines.close()
 
-    # -- the model -----------------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def _served(
         self, model: str | None, tenant_id: str
@@ -184,7 +184,7 @@ class Prompts:
             raise UnknownModel(model)
         return adapted[0], model, adapted[1]
 
-    # -- its prompt ----------------------------------------------------------------------------
+    # -- its prompt --------------------------------------------------------------------------------
 
     def _prompt(
         self,

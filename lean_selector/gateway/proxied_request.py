@@ -163,7 +163,7 @@ class ProxiedRequest:
         """Why block hashes of the prompt are unknown; None if all are known or not yet computed."""
         return None if self.routed is None else self.routed.why_not
 
-    # -- choosing and sending ------------------------------------------------------------------
+    # -- choosing and sending ----------------------------------------------------------------------
 
     def _look(self) -> None:
         self.state, self._head = State.LOOKING, None
@@ -250,7 +250,7 @@ class ProxiedRequest:
         parts.append(b"\r\nx-request-id: %b\r\n\r\n" % self.request_id)
         return b"".join(parts)
 
-    # -- the answer ----------------------------------------------------------------------------
+    # -- the answer --------------------------------------------------------------------------------
 
     def on_head(self, head: AnswerHead) -> bool:
         self._head, self._reader = head, None
@@ -431,7 +431,7 @@ class ProxiedRequest:
                 lines += b"x-lean-prompt: %b\r\n" % self.why_unknown.why.encode()
         return lines
 
-    # -- the end -------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
         """Handles a disconnect of the client. After a complete stream, a disconnect is no failure:
@@ -513,7 +513,7 @@ class ProxiedRequest:
         self._counts.troubles[text, trouble] += 1
         log.debug("request %s: worker %s: %s", self.request_id.decode("latin-1"), text, trouble)
 
-    # -- back-pressure -------------------------------------------------------------------------
+    # -- back-pressure -----------------------------------------------------------------------------
 
     def _pause(self) -> None:
         if self._connection is not None:

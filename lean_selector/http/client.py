@@ -30,7 +30,7 @@ class MalformedAnswer(Exception):
     """The bytes from the server are not a usable HTTP answer. The text has the reason."""
 
 
-# -- the head of an answer ------------------------------------------------------------------------
+# -- the head of an answer -------------------------------------------------------------------------
 
 
 class AnswerHead:
@@ -158,7 +158,7 @@ def _judge(text: bytes) -> _Judged:
     return judged
 
 
-# -- connections ----------------------------------------------------------------------------------
+# -- connections -----------------------------------------------------------------------------------
 
 
 class Receiver(Protocol):
@@ -287,7 +287,7 @@ class ClientConnection(asyncio.Protocol):
         if receiver is not None:
             receiver.on_lost(reason, False)
 
-    # -- called by the loop --------------------------------------------------------------------
+    # -- called by the loop ------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transport does not inherit from asyncio.Transport
@@ -332,7 +332,7 @@ class ClientConnection(asyncio.Protocol):
         self.upstream.closed(self)
         self._ended(exc)
 
-    # -- internals -----------------------------------------------------------------------------
+    # -- internals ---------------------------------------------------------------------------------
 
     def _ended(self, exc: Exception | None) -> None:
         receiver, self._receiver = self._receiver, None

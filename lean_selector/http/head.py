@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import httptools
 
-# --------------------------------------------------------------------------------------------------
+# -- size limits of a request ----------------------------------------------------------------------
 # Size limits of a request, and the error that ends a connection. Figures: spec selection.md 1.1.
 
 
@@ -33,7 +33,7 @@ class HttpError:
         self.text = text
 
 
-# --------------------------------------------------------------------------------------------------
+# -- the header section ----------------------------------------------------------------------------
 # The header section. httptools (llhttp) validates it, and the fields that we need are stored.
 #
 # Independent of connections, and of the end of a body (see `reader`).
@@ -236,7 +236,7 @@ def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
     return fields, hosts
 
 
-# --------------------------------------------------------------------------------------------------
+# -- the authorization line ------------------------------------------------------------------------
 # The `authorization` line. It is cut out of header sections before they are cached, and recognized
 # by a keyed digest.
 #

@@ -53,7 +53,7 @@ class OutboundAnswer(NamedTuple):
     body: bytes
 
 
-# -- connecting -----------------------------------------------------------------------------------
+# -- connecting ------------------------------------------------------------------------------------
 
 
 async def connect(
@@ -120,7 +120,7 @@ def reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 class Exchange:
@@ -179,7 +179,7 @@ class Exchange:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    # -- called by the connection --------------------------------------------------------------
+    # -- called by the connection ------------------------------------------------------------------
 
     def on_head(self, head: AnswerHead) -> bool:
         self.status = head.status
@@ -244,7 +244,7 @@ class Lines:
             self._rest = bytearray(last)
 
 
-# -- the client -----------------------------------------------------------------------------------
+# -- the client ------------------------------------------------------------------------------------
 
 
 class OutboundClient:

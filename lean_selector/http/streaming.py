@@ -47,7 +47,7 @@ class StreamedReply(PendingReply):
         self.write: Callable[[bytes], None] = _too_early
         self._protocol: StreamingProtocol | None = None
 
-    # -- for the app ---------------------------------------------------------------------------
+    # -- for the app -------------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
         """Begin the answer. Return the `connection` header line for the head, or b"".
@@ -71,7 +71,7 @@ class StreamedReply(PendingReply):
         if protocol is not None:
             protocol.break_off(self._closes)
 
-    # -- for the protocol ----------------------------------------------------------------------
+    # -- for the protocol --------------------------------------------------------------------------
 
     def attach(self, protocol: "StreamingProtocol") -> None:
         self.write, self._protocol = protocol.transport.write, protocol
@@ -101,9 +101,7 @@ def _too_early(data: bytes) -> None:
     raise AssertionError("nothing can be written now")
 
 
-# --------------------------------------------------------------------------------------------------
-# A connection whose answers may be streamed.
-#
+# -- a connection whose answers may be streamed ----------------------------------------------------
 # Adds to the pending answers of `protocol`: how a stream ends, and notifications when the client
 # stops or resumes reading.
 

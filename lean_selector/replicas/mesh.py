@@ -177,7 +177,7 @@ class ReplicaSync:
         if self.gate is not None:
             self.gate.close()
 
-    # publishing ---------------------------------------------------------------------------------
+    # -- publishing --------------------------------------------------------------------------------
 
     def publish(self, event: ReplicaEvent | SessionEvent) -> None:
         """Queue an event for all connected peers. The queued events are sent after this turn of the
@@ -236,7 +236,7 @@ class ReplicaSync:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
 
-    # peers --------------------------------------------------------------------------------------
+    # -- peers -------------------------------------------------------------------------------------
 
     def register_peer(self, endpoint: str) -> bool:
         """Subscribe to a peer. Return False if the peer is registered already.
@@ -277,7 +277,7 @@ class ReplicaSync:
         """Return the state of each peer, sorted by endpoint."""
         return self._links.states()
 
-    # receiving ----------------------------------------------------------------------------------
+    # -- receiving ---------------------------------------------------------------------------------
 
     @property
     def dropped(self) -> int:

@@ -110,7 +110,7 @@ def _has_many_costly(text: bytes | bytearray) -> bool:
     return sum(1 for _ in found) > MOST_COSTLY_NUMBERS
 
 
-# Bodies that would block the loop -----------------------------------------------------------------
+# -- bodies that would block the loop --------------------------------------------------------------
 #
 # 8 MiB of `[1,2],` take a second to decode. At each of these limits a body takes some 50 ms. A body
 # below COSTLY_BODY_BYTES cannot take longer, and is not checked.
@@ -171,7 +171,7 @@ def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
     return ""
 
 
-# Long bodies with a prompt ------------------------------------------------------------------------
+# -- long bodies with a prompt ---------------------------------------------------------------------
 #
 # The lists of numbers are cut out of such a body and packed. A placeholder that only this process
 # knows replaces each list. So the decoder sees a few hundred bytes instead of long lists, and no

@@ -46,7 +46,7 @@ _PART_BLOCKS = 512
 _encode = msgspec.json.Encoder().encode
 
 
-# -- writing --------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) -> Iterator[bytes]:
@@ -142,7 +142,7 @@ def _tier_event(run: StoredRun, event_id: int, as_1_6: bool) -> TierEvent | Doma
     return TierEvent(run.worker_id, tier, event, learned)
 
 
-# -- reading --------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 class NotADump(ValueError):

@@ -122,8 +122,7 @@ class MapEvents(Struct, array_like=True, gc=False):
     dp_rank: int | None = None
 
 
-# Events that our publisher sends, as an engine would
-# -----------------------------------------------
+# -- events that our publisher sends, as an engine would -------------------------------------------
 
 
 class PublishedStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):

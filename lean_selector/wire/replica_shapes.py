@@ -137,7 +137,7 @@ class SessionLine(msgspec.Struct, gc=False):
             raise msgspec.ValidationError("Expected a u64")
 
 
-# Bodies of the routes about replicas --------------------------------------------------------------
+# -- bodies of the routes about replicas -----------------------------------------------------------
 
 
 class PeerRequest(msgspec.Struct):

@@ -168,7 +168,7 @@ def decode_line(line: bytes, clock: float) -> LiveBooking:
     )
 
 
-# Sessions -----------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------
 
 
 def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:

@@ -145,7 +145,7 @@ def _halved(wide: bytes) -> bytes | None:
     return bytes(narrow)
 
 
-# Integers and hashes ------------------------------------------------------------------------------
+# -- integers and hashes ---------------------------------------------------------------------------
 
 _LOOKED_AT_TOGETHER = 4096  # hashes checked per step when an invalid one is searched in a long list
 # msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it. `extra_json_schema` is what
@@ -243,7 +243,7 @@ def f32_shortest(value: float) -> float:
     return float(f"{value:.9g}")  # nine digits distinguish all values of single precision
 
 
-# Lists of hashes in a body ------------------------------------------------------------------------
+# -- lists of hashes in a body ---------------------------------------------------------------------
 
 ABSENT = Raw(b"")
 
@@ -283,7 +283,7 @@ def check_ignored(fields: msgspec.Struct, name: str) -> None:
         packed(name, hashes)
 
 
-# Sets of workers in requests ----------------------------------------------------------------------
+# -- sets of workers in requests -------------------------------------------------------------------
 
 # For sets up to _FEW_WORKERS, the check costs as much as a look-up. Sets larger than a worker can
 # have ranks are not cached. The cached sets take 6 MB at most.
@@ -328,7 +328,7 @@ def _checked(ids: list[int] | tuple[int, ...]) -> frozenset[int]:
     return frozenset(ids)
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 class JsonText:

@@ -28,7 +28,7 @@ from lean_selector.wire.selection_bodies import (
     SelectFields,
 )
 
-# -- requests -------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class ProjectionRequest16(PromptFields, kw_only=True):
     router_config_override: RouterOverride16 | None = None
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 class FetchPayload(msgspec.Struct, frozen=True):

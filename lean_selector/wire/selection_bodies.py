@@ -102,7 +102,7 @@ class PromptFields(Scoped, kw_only=True):
             check_u64("isl_tokens", self.isl_tokens)
 
 
-# Sources of KV events (D22) -----------------------------------------------------------------------
+# -- sources of KV events (D22) --------------------------------------------------------------------
 
 
 class SourceCondition(msgspec.Struct, frozen=True):
@@ -147,7 +147,7 @@ class KvSource(SourceStatus, frozen=True, kw_only=True):
     index_accuracy: float | None = None
 
 
-# Outcomes and health of workers -------------------------------------------------------------------
+# -- outcomes and health of workers ----------------------------------------------------------------
 
 Outcome = Literal["refused", "failed", "ok"]
 TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
@@ -206,7 +206,7 @@ class EjectedWorker(msgspec.Struct, frozen=True):
     reason: str
 
 
-# Requests -----------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 # A key of a map by rank: decimal digits without sign and leading zeros.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
@@ -485,7 +485,7 @@ class Readiness(msgspec.Struct, frozen=True):
     state_fault: str | UnsetType = UNSET
 
 
-# Ids and errors -----------------------------------------------------------------------------------
+# -- ids and errors --------------------------------------------------------------------------------
 
 
 class BodyIds(msgspec.Struct):
@@ -521,7 +521,7 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
         return msgspec.json.encode(cls(OpenAiError(message, kind, None, code)))
 
 
-# -- busy thresholds, and the answer to a shed request -------------------------------------------
+# -- busy thresholds, and the answer to a shed request ---------------------------------------------
 
 
 class ThresholdRequest(msgspec.Struct, kw_only=True):

@@ -194,7 +194,7 @@ class Engines(AbstractContextManager["Engines"]):
             blocks = [(engine + 1) << 32 | at for at in range(load % 23)]
             service.book(f"held-{engine}", engine + 1, load, blocks)
 
-    # -- what the engines do -------------------------------------------------------------------
+    # -- what the engines do -----------------------------------------------------------------------
 
     def place(self) -> list[Message]:
         """The next prompt of the trace goes to the next engine: the messages that this makes."""
@@ -252,7 +252,7 @@ class Engines(AbstractContextManager["Engines"]):
             events = [self._layout.removed([name]) for name in part]
             yield Message(engine, _batch(events), 0, len(part))
 
-    # -- how it is told ------------------------------------------------------------------------
+    # -- how it is told ----------------------------------------------------------------------------
 
     def send(self, messages: Iterable[Message]) -> int:
         """Send at full speed; the blocks stored and removed."""

@@ -112,7 +112,7 @@ def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) ->
     return (service.cpu_ns() - before) / 1e3 / blocks
 
 
-# -- pauses ---------------------------------------------------------------------------------------
+# -- pauses ----------------------------------------------------------------------------------------
 
 
 def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:

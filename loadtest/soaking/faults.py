@@ -114,7 +114,7 @@ class Faults:
                     return
             self._drawn.shuffle(order)
 
-    # -- peers ---------------------------------------------------------------------------------
+    # -- peers -------------------------------------------------------------------------------------
 
     async def _kill_second(self) -> None:
         await self._killed(self._fleet.second, 1)
@@ -152,7 +152,7 @@ class Faults:
             await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
         await until(lambda: heard_s() < 1.5, "it is heard again")
 
-    # -- engines -------------------------------------------------------------------------------
+    # -- engines -----------------------------------------------------------------------------------
 
     def _source(self, engine: Engine) -> dict[str, Any]:
         rows = self._fleet.measured.call("GET", "/kv_sources")
@@ -178,7 +178,7 @@ class Faults:
             await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
         await until(lambda: self._source(engine)["last_message_age_s"] < 1.0, "it is heard again")
 
-    # -- the measured process and what it stands on ----------------------------------------------
+    # -- the measured process and what it stands on ------------------------------------------------
 
     async def _exhaust_descriptors(self) -> None:
         measured = self._fleet.measured

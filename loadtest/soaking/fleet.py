@@ -61,7 +61,7 @@ def families(seed: int) -> list[list[list[int]]]:
     return found
 
 
-# -- processes ------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class Program:
@@ -193,7 +193,7 @@ async def serve(worker_id: int, events: int, replay: int, seed: int) -> None:
         await asyncio.sleep(drawn.expovariate(PROMPTS_PER_S * faster))
 
 
-# -- the measured process in our hands: a library that is preloaded there -------------------------
+# -- the measured process in our hands: a library that is preloaded there --------------------------
 # A time namespace cannot shift the wall clock, and setting the machine's would shift everyone's.
 # The library is compiled where there is a C compiler; without one, why not is said.
 
@@ -252,7 +252,7 @@ class Preload:
         return int(_LAYOUT.unpack_from(self._told)[2])
 
 
-# -- all of them ----------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
 class Fleet:

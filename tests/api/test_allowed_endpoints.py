@@ -93,7 +93,7 @@ def test_no_peer_is_registered_that_is_not_allowed(service: RunningService) -> N
             assert each.post("/replica_sync/register_peer", {"endpoint": INSIDE})[0] == 201
 
 
-# -- what is found --------------------------------------------------------------------------------
+# -- what is found ---------------------------------------------------------------------------------
 
 
 def test_a_found_worker_that_is_not_allowed_is_shown_as_refused_and_never_asked(
@@ -159,7 +159,7 @@ def test_a_found_peer_that_is_not_allowed_is_shown_with_what_is_not(
         assert service.get("/replica_sync/peers") == (200, sorted(registered))
 
 
-# -- names that resolve to what is not allowed ----------------------------------------------------
+# -- names that resolve to what is not allowed -----------------------------------------------------
 
 
 @contextlib.contextmanager

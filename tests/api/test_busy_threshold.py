@@ -54,7 +54,7 @@ def service(nothing: InProcess) -> InProcess:
     return nothing
 
 
-# -- /busy_threshold ------------------------------------------------------------------------------
+# -- /busy_threshold -------------------------------------------------------------------------------
 
 
 def test_thresholds_are_set_and_listed_as_the_document_prints_them(service: InProcess) -> None:
@@ -135,7 +135,7 @@ def test_delete_names_one_model_that_has_a_worker(
     assert service.request("DELETE", f"/busy_threshold{query}")[0] == status
 
 
-# -- rejection ------------------------------------------------------------------------------------
+# -- rejection -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [503, 429, 529])

@@ -122,7 +122,7 @@ class Client:
         ]
 
 
-# -- the fleet ------------------------------------------------------------------------------------
+# -- the fleet -------------------------------------------------------------------------------------
 
 
 def test_a_rank_has_its_load_its_sums_and_its_state() -> None:
@@ -166,7 +166,7 @@ def test_findings_are_judged_anew_when_a_state_changes() -> None:
     assert [each["subject"] for each in after if each not in before] == ["worker 1"]
 
 
-# -- prefixes -------------------------------------------------------------------------------------
+# -- prefixes --------------------------------------------------------------------------------------
 
 
 def test_runs_that_prompts_share_come_before_what_follows_them() -> None:
@@ -204,7 +204,7 @@ def test_a_large_index_is_told_in_part() -> None:
     assert tree["held_blocks"] == 3 * MOST_RUNS - 1
 
 
-# -- events ---------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 def test_the_first_event_is_whole_and_the_next_have_what_changed() -> None:
@@ -280,7 +280,7 @@ def test_a_head_request_does_not_listen() -> None:
     assert looked.selector.watch is None
 
 
-# -- choices --------------------------------------------------------------------------------------
+# -- choices ---------------------------------------------------------------------------------------
 
 
 def told(looked: Looked) -> ChoiceWatch:

@@ -25,7 +25,7 @@ from tests.support.asked import worker as any_worker
 from tests.support.gates import InProcess, selection_gate, selector
 from tests.support.running_service import DEADLINE_S, RunningService
 
-# -- endpoints of a registration ------------------------------------------------------------------
+# -- endpoints of a registration -------------------------------------------------------------------
 
 
 LISTENS = "is a wildcard that an engine binds to: give its host"
@@ -271,7 +271,7 @@ def test_without_kv_events_their_endpoints_are_not_judged() -> None:
     assert "x-warning" not in selector().with_headers("POST", "/workers", body)[1]
 
 
-# -- what exists, and what is not read ------------------------------------------------------------
+# -- what exists, and what is not read -------------------------------------------------------------
 
 
 def headers(

@@ -145,7 +145,7 @@ def test_a_clock_that_steps_back_gives_nothing_away() -> None:
     assert not limit.filter(record(created=50.5))
 
 
-# -- the thread that writes them ------------------------------------------------------------------
+# -- the thread that writes them -------------------------------------------------------------------
 
 BOUND = 100_000
 

@@ -91,7 +91,7 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
     assert (ejected["ranks"], ejected["worker_id"]) == (1, 1)
 
 
-# -- the access log -------------------------------------------------------------------------------
+# -- the access log --------------------------------------------------------------------------------
 
 
 def access(log: str) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def response_of(document: dict[str, Any], operation: dict[str, Any], status: int
     return found
 
 
-# -- the document ---------------------------------------------------------------------------------
+# -- the document ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -140,7 +140,7 @@ def test_the_document_is_made_once_and_in_slices() -> None:
     assert json.loads(text) == DOCUMENTS["selector"]
 
 
-# -- what is served -------------------------------------------------------------------------------
+# -- what is served --------------------------------------------------------------------------------
 
 
 def test_only_the_routes_that_are_served_are_described() -> None:
@@ -177,7 +177,7 @@ def test_every_text_is_used() -> None:
     assert mute == []
 
 
-# -- what the services answer ---------------------------------------------------------------------
+# -- what the services answer ----------------------------------------------------------------------
 
 
 def gate_of(name: str) -> Gate:

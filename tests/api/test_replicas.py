@@ -76,7 +76,7 @@ def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
     assert (event.booking.track_prefill_tokens, event.booking.prefill_tokens) == (tracks, tokens)
 
 
-# -- catch-up -------------------------------------------------------------------------------------
+# -- catch-up --------------------------------------------------------------------------------------
 
 
 def test_a_restarted_replica_catches_up_fully() -> None:

@@ -245,7 +245,7 @@ def test_the_short_help_has_what_is_common_and_its_first_words(
     assert "--half HALF" in long
 
 
-# -- the flags that there are ---------------------------------------------------------------------
+# -- the flags that there are ----------------------------------------------------------------------
 
 CONFIGS = [TrackerConfig, SelectorConfig, GatewayConfig]
 # Where no text is good by itself: what its reader asks for.

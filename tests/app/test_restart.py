@@ -36,7 +36,7 @@ def kill(service: RunningService) -> None:
     assert service.stop(signal.SIGKILL)[0] == -signal.SIGKILL
 
 
-# -- after kill -9 --------------------------------------------------------------------------------
+# -- after kill -9 ---------------------------------------------------------------------------------
 
 
 def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def hears(other: RunningService, service: RunningService) -> bool:
     return own in [each["router_id"] for each in publishers]
 
 
-# -- who may write --------------------------------------------------------------------------------
+# -- who may write ---------------------------------------------------------------------------------
 
 
 class Half:

@@ -198,7 +198,7 @@ def test_the_directory_of_a_slot_tracker_is_refused_and_left_as_it_is(tmp_path: 
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-# -- files that are not what was written ----------------------------------------------------------
+# -- files that are not what was written -----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

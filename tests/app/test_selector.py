@@ -94,7 +94,7 @@ def pending(service: RunningService) -> int:
     return count
 
 
-# -- stopping (D14) -------------------------------------------------------------------------------
+# -- stopping (D14) --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -247,7 +247,7 @@ def test_connections_beyond_the_most_are_refused_and_counted() -> None:
     assert re.search(r"\nlean_selector_http_connections_refused_total [1-9]", metrics)
 
 
-# -- what the clock does --------------------------------------------------------------------------
+# -- what the clock does ---------------------------------------------------------------------------
 
 
 def test_who_waits_too_long_is_told_so() -> None:

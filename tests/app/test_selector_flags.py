@@ -161,7 +161,7 @@ def test_what_the_reference_has_without_effect_is_taken() -> None:
     )
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 # How numbers, words and lists are refused is in test_flags.py: here are readers of their own, and
 # bounds that the reference has.

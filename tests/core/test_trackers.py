@@ -46,7 +46,7 @@ def loads(trackers: Trackers) -> list[tuple[int, int]]:
     ]
 
 
-# Workers -----------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_the_last_worker_takes_the_tracker_along_and_frees_its_block_size() -> N
     assert loads(trackers) == [(0, 0), (0, 0)]
 
 
-# Requests ----------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [MAX_ISL_TOKENS + 1, 2**64 - 1])

@@ -56,7 +56,7 @@ def test_a_resource_is_what_its_schema_says(resource: dict[str, Any], version: s
     kubernetes_validate.validate(resource, version, strict=True)
 
 
-# -- what belongs together ------------------------------------------------------------------------
+# -- what belongs together -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resource", PODS)
@@ -157,7 +157,7 @@ def test_the_containers_of_a_pod_take_the_ports_that_they_declare_and_each_its_o
         assert {port["containerPort"] for port in each["ports"]} == set(ports_of(each))
 
 
-# -- what runs ------------------------------------------------------------------------------------
+# -- what runs -------------------------------------------------------------------------------------
 
 QUICK = (
     *("--discover-interval-secs", "0.05"),

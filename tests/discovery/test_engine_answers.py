@@ -30,7 +30,7 @@ def encoded(value: object) -> bytes:
     return msgspec.json.encode(value)
 
 
-# -- models ---------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 def test_the_model_is_the_first_that_is_no_adapter_if_any() -> None:
@@ -43,7 +43,7 @@ def test_the_model_is_the_first_that_is_no_adapter_if_any() -> None:
     assert model_of(b'{"object":"list","data":[]}') == (None, None)
 
 
-# -- vLLM -----------------------------------------------------------------------------------------
+# -- vLLM ------------------------------------------------------------------------------------------
 
 METRICS = b"""# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig
 # TYPE vllm:cache_config_info gauge
@@ -125,7 +125,7 @@ def test_a_rank_that_is_served_alone_keeps_its_number_and_none_tells_of_none() -
     assert (into.data_parallel_start_rank, into.data_parallel_size) == (3, 1)
 
 
-# -- SGLang ---------------------------------------------------------------------------------------
+# -- SGLang ----------------------------------------------------------------------------------------
 
 INFO = {
     "model_path": "meta/llama",
@@ -190,7 +190,7 @@ def test_sglang_with_eagle_hashes_pairs() -> None:
         assert read_info(speculative_algorithm=algorithm).is_eagle is is_eagle
 
 
-# -- hosts ----------------------------------------------------------------------------------------
+# -- hosts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ async def test_a_name_that_fails_changes_nothing() -> None:
         await until(lambda: it.sighting.state == "watching")
 
 
-# -- files ----------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def put(path: Path, text: str) -> None:
@@ -151,7 +151,7 @@ async def test_a_file_is_read_anew_after_a_failure_that_nobody_expected(tmp_path
     await asyncio.gather(again, return_exceptions=True)
 
 
-# -- what runs for each ---------------------------------------------------------------------------
+# -- what runs for each ----------------------------------------------------------------------------
 
 
 class NoMesh:

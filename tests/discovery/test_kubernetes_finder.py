@@ -177,7 +177,7 @@ async def test_who_is_said_to_end_is_told_apart_from_who_is_not_ready(tmp_path: 
         await until(lambda: it.leaving == ["10.0.0.1:8000"])
 
 
-# -- slices ---------------------------------------------------------------------------------------
+# -- slices ----------------------------------------------------------------------------------------
 
 
 def found(*slices: dict[str, Any], port: str | None = None) -> list[str]:

@@ -88,7 +88,7 @@ def entry(endpoint: str = A, **fields: Any) -> Particulars:
     return Particulars(endpoint=endpoint, **fields)
 
 
-# -- registering ----------------------------------------------------------------------------------
+# -- registering -----------------------------------------------------------------------------------
 
 
 def test_an_engine_that_was_found_is_registered_when_it_says_what_it_is() -> None:
@@ -272,7 +272,7 @@ def test_ids_change_hands_within_one_file(shift: int) -> None:
     assert {each: workers[each].spec.endpoint for each in workers} == turned
 
 
-# -- restarted engines ----------------------------------------------------------------------------
+# -- restarted engines -----------------------------------------------------------------------------
 
 
 def test_a_fleet_restarts_with_other_blocks_one_engine_after_the_other() -> None:
@@ -342,7 +342,7 @@ def test_another_pod_is_registered_where_the_last_one_was_deleted_but_not_over_h
     assert driven.known(B).state is WorkerState.BY_HTTP
 
 
-# -- leaving --------------------------------------------------------------------------------------
+# -- leaving ---------------------------------------------------------------------------------------
 
 
 def test_who_is_found_no_more_leaves_after_the_grace() -> None:
@@ -378,7 +378,7 @@ def test_who_is_found_twice_leaves_when_neither_finds_it() -> None:
     assert driven.endpoints() == []
 
 
-# -- HTTP has the last word -----------------------------------------------------------------------
+# -- HTTP has the last word ------------------------------------------------------------------------
 
 
 def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
@@ -395,7 +395,7 @@ def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
     assert driven.endpoints() == [A]
 
 
-# -- whatever happens -----------------------------------------------------------------------------
+# -- whatever happens ------------------------------------------------------------------------------
 
 HOSTS = [f"http://{name}:8000" for name in "abcd"]
 SOME = st.sets(st.sampled_from(HOSTS))
@@ -475,7 +475,7 @@ test_whatever_happens = Story.TestCase
 test_whatever_happens.settings = settings(max_examples=50, stateful_step_count=25)
 
 
-# -- what outlives the process --------------------------------------------------------------------
+# -- what outlives the process ---------------------------------------------------------------------
 
 
 def restarted(before: Driven) -> Driven:

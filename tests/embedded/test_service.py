@@ -27,7 +27,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 Cache = SelectionCacheConfig
 
 
-# -- settings -------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ async def test_what_json_cannot_say_is_refused_before_anything_is_booked(
     assert rows(service) == {FIRST: (0, 0, 0)}
 
 
-# -- waiting --------------------------------------------------------------------------------------
+# -- waiting ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ async def test_shutdown_refuses_those_who_wait(service: SelectionService) -> Non
         assert caught.value.status_code == 503
 
 
-# -- the loop and the process ---------------------------------------------------------------------
+# -- the loop and the process ----------------------------------------------------------------------
 
 
 def test_it_is_made_before_there_is_a_loop_and_starts_on_the_first() -> None:
@@ -438,7 +438,7 @@ asyncio.run(main())
     assert printed_by(program) == "[]"
 
 
-# -- beside others --------------------------------------------------------------------------------
+# -- beside others ---------------------------------------------------------------------------------
 
 
 @on_loop

@@ -36,7 +36,7 @@ from loadtest.child_service import free_port
 from tests.support.driven_selector import DrivenSelector
 from tests.support.on_loop import on_loop, until
 
-# -- what lines say -------------------------------------------------------------------------------
+# -- what lines say --------------------------------------------------------------------------------
 
 NGINX = b"<190>Nov 22 08:30:00 lean_selector: lean-end reservation=%b worker=7 rank=1"
 HAPROXY = b"<134>Nov 22 08:30:00 haproxy[812]: lean-end reservation=%b worker=7 rank=1"
@@ -152,7 +152,7 @@ def test_no_datagram_does_more_than_be_refused(garbage: bytes, start: bytes) -> 
         ended_of(start + garbage)
 
 
-# -- places and senders ---------------------------------------------------------------------------
+# -- places and senders ----------------------------------------------------------------------------
 
 
 def test_places_are_addresses_or_paths() -> None:
@@ -199,7 +199,7 @@ def test_what_is_no_network_is_refused(text: str) -> None:
         networks_of(text)
 
 
-# -- whom they free -------------------------------------------------------------------------------
+# -- whom they free --------------------------------------------------------------------------------
 
 
 class Books(DrivenSelector):

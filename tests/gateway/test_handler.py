@@ -37,7 +37,7 @@ def exchange(gateway: RunningGateway, sent: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningGateway) -> None:
@@ -170,7 +170,7 @@ def test_a_worker_s_own_refusal_is_passed_on_and_what_is_no_http_refused_alike(
     assert b'"type":"invalid_request_error"' in refused
 
 
-# -- leases ---------------------------------------------------------------------------------------
+# -- leases ----------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
@@ -209,7 +209,7 @@ def test_an_answer_passes_to_its_end_and_one_that_breaks_before_is_visibly_broke
     assert gateway.metric("lean_selector_gateway_broken_answers_total") >= 1
 
 
-# -- who the workers are --------------------------------------------------------------------------
+# -- who the workers are ---------------------------------------------------------------------------
 
 
 def test_it_serves_before_it_knows_its_workers_and_while_there_are_none() -> None:

@@ -25,7 +25,7 @@ from tests.support.openai_worker import (
     tokens_of,
 )
 
-# -- all routes, and all that may happen ----------------------------------------------------------
+# -- all routes, and all that may happen -----------------------------------------------------------
 
 CLIENTS, REQUESTS = 12, 300
 ANSWER_S = 120.0

@@ -263,7 +263,7 @@ def test_beside_an_image_all_text_counts() -> None:
     assert request.estimated_tokens(0.25) == 100 + TOKENS_OF_MEDIA
 
 
-# -- what reading a body costs --------------------------------------------------------------------
+# -- what reading a body costs ---------------------------------------------------------------------
 
 LONG = 1 << 19
 

@@ -108,7 +108,7 @@ def begins(routed: Routed, known: bytes) -> bool:
     return prompt.local_hashes.startswith(known)
 
 
-# -- lengths that are not known -------------------------------------------------------------------
+# -- lengths that are not known --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.LEARN])
@@ -138,7 +138,7 @@ async def test_lengths_that_are_not_known_are_estimated_by_those_of_the_answers_
         assert (await prompts.of(CHAT, chat(max_completion_tokens=6))).output_tokens == 6
 
 
-# -- off ------------------------------------------------------------------------------------------
+# -- off -------------------------------------------------------------------------------------------
 
 
 @on_loop
@@ -187,7 +187,7 @@ async def test_a_model_that_nobody_serves_is_unknown_and_engines_are_not_asked_e
         assert len(engine.asked("/v1/models")) <= 2  # once of each worker
 
 
-# -- tokenize -------------------------------------------------------------------------------------
+# -- tokenize --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ async def test_a_known_beginning_is_enough_when_little_is_new() -> None:
         assert len(engine.asked("/tokenize")) == 2
 
 
-# -- learn ----------------------------------------------------------------------------------------
+# -- learn -----------------------------------------------------------------------------------------
 
 
 def answered(routed: Routed, answer: list[bytes]) -> bytes:
@@ -440,7 +440,7 @@ async def test_of_several_answers_only_the_prompt_is_learned() -> None:
         assert begins(await prompts.of(CHAT, chat(more)), hashes(prompt))
 
 
-# -- ids, adapters, salts, media ------------------------------------------------------------------
+# -- ids, adapters, salts, media -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [Mode.LEARN, Mode.TOKENIZE])
@@ -567,7 +567,7 @@ async def test_an_image_counts_as_an_image_not_as_the_text_that_it_is_written_in
         assert (await prompts.of(CHAT, body)).prompt.isl_tokens == 100 + 2 * 1024
 
 
-# -- fields for engines ---------------------------------------------------------------------------
+# -- fields for engines ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_FIELDS))

@@ -106,7 +106,7 @@ class OneRequest(RuleBasedStateMachine):
     def is_looking(self) -> bool:
         return self.placing is not None and not self.placing.is_cancelled and not self.over
 
-    # -- a worker is looked for ----------------------------------------------------------------
+    # -- a worker is looked for --------------------------------------------------------------------
 
     @precondition(lambda self: self.is_looking)
     @rule(refuses=st.booleans())
@@ -139,7 +139,7 @@ class OneRequest(RuleBasedStateMachine):
         self.placing = None
         self.errand.fail(503, "no worker")
 
-    # -- the worker ----------------------------------------------------------------------------
+    # -- the worker --------------------------------------------------------------------------------
 
     @precondition(lambda self: self.worker is not None)
     @rule(
@@ -200,7 +200,7 @@ class OneRequest(RuleBasedStateMachine):
         for endpoint in self.endpoints:
             endpoint.sweep(endpoint.now + 1_000.0, 600.0)
 
-    # -- the client ----------------------------------------------------------------------------
+    # -- the client --------------------------------------------------------------------------------
 
     @precondition(lambda self: self.client_is_there)
     @rule(half=st.booleans())
@@ -243,7 +243,7 @@ class OneRequest(RuleBasedStateMachine):
         if self.errand.lease is not None:
             self.errand.lease.touch()
 
-    # -- what always holds -----------------------------------------------------------------------
+    # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
     def each_lease_is_ended_once_and_all_but_the_last_before_the_next(self) -> None:

@@ -43,7 +43,7 @@ async def told(asking: Coroutine[Any, Any, object]) -> OutboundFailed:
     return caught.value
 
 
-# -- answers --------------------------------------------------------------------------------------
+# -- answers ---------------------------------------------------------------------------------------
 
 
 @on_loop
@@ -76,7 +76,7 @@ async def test_an_answer_is_taken_though_its_sender_keeps_the_connection() -> No
         await asyncio.wait_for(closed.wait(), DEADLINE_S)
 
 
-# -- failures -------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ async def test_the_other_addresses_of_a_name_are_tried() -> None:
         assert (await OutboundClient(resolve).get("http://engine")).body == b"here"
 
 
-# -- tokens and TLS -------------------------------------------------------------------------------
+# -- tokens and TLS --------------------------------------------------------------------------------
 
 
 @on_loop
@@ -234,7 +234,7 @@ async def test_a_ca_file_that_is_missing_or_none_says_so(tmp_path: Path) -> None
     assert f"{path} has no certificates in PEM" in error.message
 
 
-# -- lines ----------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 @on_loop
@@ -328,7 +328,7 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
         await asyncio.wait_for(closed.wait(), DEADLINE_S)
 
 
-# -- what our own requests bring along over TLS ---------------------------------------------------
+# -- what our own requests bring along over TLS ----------------------------------------------------
 
 
 async def ask(url: str, credentials: Credentials) -> bytes:

@@ -46,7 +46,7 @@ def failures(server: Server) -> dict[str, int]:
     return {reason: n for reason, n in server.connections.tls.failures.items() if n}
 
 
-# -- what is said in its own way ------------------------------------------------------------------
+# -- what is said in its own way -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "farewell", "end without farewell"])
@@ -118,7 +118,7 @@ async def test_what_cannot_be_decrypted_ends_its_connection_and_no_other(server:
     assert (await answer(reader))[0] == 200
 
 
-# -- handshakes -----------------------------------------------------------------------------------
+# -- handshakes ------------------------------------------------------------------------------------
 
 
 @on_tls

@@ -44,7 +44,7 @@ class Play(RandomPlay):
             for worker_id in GROUPS[group]:
                 self._register(group, worker_id)
 
-    # -- workers -------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def _register(self, group: str, worker_id: int, **more: object) -> None:
         size = self._size[worker_id]
@@ -118,7 +118,7 @@ class Play(RandomPlay):
                 else:  # nobody can ask for it
                     self._ids.remove(selection_id)
 
-    # -- prompts -------------------------------------------------------------------------------
+    # -- prompts -----------------------------------------------------------------------------------
 
     def _chain(self) -> list[int]:
         return [self._rng.randrange(1000) for _ in range(44)]
@@ -174,7 +174,7 @@ class Play(RandomPlay):
             }
         return body
 
-    # -- operations ----------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def _select(self) -> None:
         group = self._group()
@@ -269,7 +269,7 @@ class Play(RandomPlay):
         path, body = self._rng.choice(bad)
         self._both("POST", path, body)
 
-    # -- events --------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _store(self) -> None:
         """An engine stores the beginning of a prompt."""

@@ -124,7 +124,7 @@ class Play(RandomPlay):
         for worker_id in WORKERS:
             self._register(worker_id)
 
-    # -- workers -------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def _register(self, worker_id: int, **more: object) -> None:
         body: dict[str, object] = {
@@ -204,7 +204,7 @@ class Play(RandomPlay):
                 body.pop("block_size", None)  # complete it would be
             self._both("POST", "/workers", body)
 
-    # -- prompts -------------------------------------------------------------------------------
+    # -- prompts -----------------------------------------------------------------------------------
 
     def _branch(self, trunk: list[int]) -> list[int]:
         shared = self._rng.randrange(0, len(trunk), BLOCK_SIZE)
@@ -257,7 +257,7 @@ class Play(RandomPlay):
             body["strict_priority"] = self._rng.randrange(3)
         return body
 
-    # -- operations ----------------------------------------------------------------------------
+    # -- operations --------------------------------------------------------------------------------
 
     def _select(self) -> None:
         body = self._choice()
@@ -322,7 +322,7 @@ class Play(RandomPlay):
     def _err(self) -> None:
         self._both(*self._rng.choice(BAD))
 
-    # -- events --------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
         worker_id = self._rng.choice(self._engines)

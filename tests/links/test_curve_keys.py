@@ -123,7 +123,7 @@ def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, 
     assert PAIR.secret.decode() not in str(told.value)
 
 
-# -- a socket that asks for keys tells of those it refuses ----------------------------------------
+# -- a socket that asks for keys tells of those it refuses -----------------------------------------
 
 
 def test_one_who_is_refused_again_and_again_is_told_of_once(

@@ -29,7 +29,7 @@ input()  # and keeps them
 """
 
 
-# -- the client -----------------------------------------------------------------------------------
+# -- the client ------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_taken_where_it_begins_and_only_when_it_is_whole() -> None:

@@ -123,7 +123,7 @@ class QueueMachine(RuleBasedStateMachine):
         )
         self.model = Selector(RouterSettings(**terms), Sources(), random.Random(1))
 
-    # -- what the model says -------------------------------------------------------------------
+    # -- what the model says -----------------------------------------------------------------------
 
     def score(self, partition: Partition, request: SelectionRequest, matches: Matches) -> float:
         jump = max(request.priority_jump, 0.0)
@@ -240,7 +240,7 @@ class QueueMachine(RuleBasedStateMachine):
     def figures(self, load: Any) -> tuple[int, int, int]:
         return load.active_prefill_tokens, load.active_decode_blocks, load.active_requests
 
-    # -- workers and thresholds ----------------------------------------------------------------
+    # -- workers and thresholds --------------------------------------------------------------------
 
     def both(self, call: Any) -> None:
         call(self.model)
@@ -331,7 +331,7 @@ class QueueMachine(RuleBasedStateMachine):
                 found = {key for key, load in ranks.items() if load.mask & partition.candidates}
                 assert found == expected
 
-    # -- requests ------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @rule(asked=st.lists(requests, min_size=1, max_size=4))
     def select(self, asked: list[Asked]) -> None:
@@ -383,7 +383,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.parked[waiter.name].cancel(self.now)
         self.after_event()
 
-    # -- bookings ------------------------------------------------------------------------------
+    # -- bookings ----------------------------------------------------------------------------------
 
     def live(self) -> list[str]:
         return [] if self.partition is None else list(self.partition.slots.reservations)
@@ -433,7 +433,7 @@ class QueueMachine(RuleBasedStateMachine):
         if fraction is not None:
             self.after_event()
 
-    # -- time ----------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     @rule(quarters=st.integers(1, 8))
     def let_time_pass(self, quarters: int) -> None:

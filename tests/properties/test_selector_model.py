@@ -52,7 +52,7 @@ class SelectorMachine(RuleBasedStateMachine):
         self.requests: dict[str, ModelRequest] = {}
         self.now = 0.0
 
-    # -- what the model says -------------------------------------------------------------------
+    # -- what the model says -----------------------------------------------------------------------
 
     def expected_loads(self) -> list[tuple[Key, list[tuple[int, int, int, int, int]]]]:
         rows: dict[Key, list[tuple[int, int, int, int, int]]] = {}
@@ -112,7 +112,7 @@ class SelectorMachine(RuleBasedStateMachine):
             return True
         return False
 
-    # -- rules ---------------------------------------------------------------------------------
+    # -- rules -------------------------------------------------------------------------------------
 
     @rule(
         worker_id=worker_ids,

@@ -59,7 +59,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert self.slots.ranks[rank.worker_id, rank.dp_rank] is rank
         self.heard[rank.key] = (rank.active_prefill_tokens, rank.active_decode_blocks)
 
-    # --- the model
+    # -- the model ---------------------------------------------------------------------------------
 
     def holders(self, key: RankKey) -> dict[Position, int]:
         held: dict[Position, int] = {}
@@ -94,7 +94,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         r.touched_at = self.now
         return r
 
-    # --- what may happen
+    # -- what may happen ---------------------------------------------------------------------------
 
     @initialize()
     def start_with_ranks(self) -> None:
@@ -231,7 +231,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         for request_id in expected:
             self.forget(request_id, "expired")
 
-    # --- what holds at every moment
+    # -- what holds at every moment ----------------------------------------------------------------
 
     @invariant()
     def loads_are_the_models(self) -> None:

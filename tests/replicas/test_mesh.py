@@ -228,7 +228,7 @@ async def test_a_peer_that_does_not_read_costs_the_others_nothing(made: Mesh) ->
     sleeper.close()
 
 
-# Peers -------------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 @in_mesh
@@ -332,7 +332,7 @@ async def test_an_ipv6_peer_in_brackets_works(made: Mesh) -> None:
     await b.connect_to(made.replica())
 
 
-# Start and end -----------------------------------------------------------------------------------
+# -- start and end ---------------------------------------------------------------------------------
 
 
 @in_mesh

@@ -37,7 +37,7 @@ LONG_S = 3600.0  # never over; a test that waits for it has failed long before
 NO_ENGINE = "tcp://127.0.0.1:1"
 
 
-# -- peers ----------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -61,7 +61,7 @@ def let_share_pass(monkeypatch: pytest.MonkeyPatch, peer: str) -> None:
     monkeypatch.setattr(recovery, "fetched", briefly)
 
 
-# -- dumps ----------------------------------------------------------------------------------------
+# -- dumps -----------------------------------------------------------------------------------------
 
 
 def event(data: object, worker_id: int = 1, tier: str = "device", dp_rank: int = 0) -> object:
@@ -91,7 +91,7 @@ def prompt(*hashes: int) -> bytes:
     return b"".join((name + 1000).to_bytes(8, "little") for name in hashes)
 
 
-# -- ours -----------------------------------------------------------------------------------------
+# -- ours ------------------------------------------------------------------------------------------
 
 
 class Service:
@@ -163,7 +163,7 @@ async def recovered(of: Service, *events: object, **entry: Any) -> Recovery:
         return recovery
 
 
-# -- which peer -----------------------------------------------------------------------------------
+# -- which peer ------------------------------------------------------------------------------------
 
 
 CUT_SHORT = b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n"
@@ -287,7 +287,7 @@ async def test_a_recovery_that_is_cancelled_ends_at_once() -> None:
         assert of.subscriptions.notes_of_ends == []
 
 
-# -- what becomes of the blocks -------------------------------------------------------------------
+# -- what becomes of the blocks --------------------------------------------------------------------
 
 
 @inside(service)
@@ -414,7 +414,7 @@ async def test_a_worker_removed_meanwhile_gets_no_more_of_its_blocks() -> None:
         assert not of.partition.watermarks
 
 
-# -- watermarks -----------------------------------------------------------------------------------
+# -- watermarks ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("missed", [0, 2])
@@ -522,7 +522,7 @@ async def test_a_worker_that_goes_takes_its_watermarks_along(of: Service) -> Non
     assert of.subscriptions.watermarks(of.partition) == {(2, 0): at(4)}
 
 
-# -- without a watermark --------------------------------------------------------------------------
+# -- without a watermark ---------------------------------------------------------------------------
 
 STALE = 9  # a block that the engine does not have
 
@@ -675,7 +675,7 @@ async def test_a_source_whose_events_name_another_rank_says_so_and_gives_no_wate
         assert of.index.is_empty
 
 
-# -- the process ----------------------------------------------------------------------------------
+# -- the process -----------------------------------------------------------------------------------
 
 
 def test_while_it_recovers_the_service_is_up_and_says_so() -> None:

@@ -84,7 +84,7 @@ class KubeApi:
         self._server = ThreadedServer(self._answer, context=context)
         self.url = self._server.url
 
-    # -- what the test does --------------------------------------------------------------------
+    # -- what the test does ------------------------------------------------------------------------
 
     def put(self, each: dict[str, Any]) -> None:
         name = each["metadata"]["name"]
@@ -154,7 +154,7 @@ class KubeApi:
     def _versioned(self, each: dict[str, Any]) -> dict[str, Any]:
         return {**each, "metadata": {**each["metadata"], "resourceVersion": str(self._version)}}
 
-    # -- what it answers -----------------------------------------------------------------------
+    # -- what it answers ---------------------------------------------------------------------------
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         self.requests.append(handler.path)

@@ -87,7 +87,7 @@ def _text_of(content: Any) -> str:
     return str(content)
 
 
-# -- the parent's side ----------------------------------------------------------------------------
+# -- the parent's side -----------------------------------------------------------------------------
 
 
 class OpenAiWorker:
@@ -161,7 +161,7 @@ class OpenAiWorker:
         self.kill()
 
 
-# -- the worker's side ----------------------------------------------------------------------------
+# -- the worker's side -----------------------------------------------------------------------------
 
 
 class _Refused(Exception):
@@ -422,7 +422,7 @@ class _Completion:
                 if placed is not None:
                     self._batch(running, running.request.prompt_blocks + index, placed)
 
-    # -- the words -----------------------------------------------------------------------------
+    # -- the words ---------------------------------------------------------------------------------
 
     def _usage(self) -> dict[str, Any]:
         return {

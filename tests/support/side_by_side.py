@@ -93,7 +93,7 @@ class SideBySide:
             assert service.process.poll() is None, f"a service has ended: {service.log()}"
         raise Different(f"{json.dumps(step)}\n  theirs {theirs}\n  ours   {ours}")
 
-    # -- what a step does ----------------------------------------------------------------------
+    # -- what a step does --------------------------------------------------------------------------
 
     def _ask(self, step: Step) -> Answer:
         method, path, body = step["method"], step["path"], step["body"]

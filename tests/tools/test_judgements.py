@@ -63,7 +63,7 @@ def test_a_source_whose_index_is_inaccurate_is_a_warning() -> None:
         assert judge_source(source("live", index_accuracy=accuracy)).level is level
 
 
-# -- sources --------------------------------------------------------------------------------------
+# -- sources ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_replay_endpoint_that_is_registered_is_not_asked_for_again(state: str)
     assert "and register that" not in beside
 
 
-# -- endpoints that ranks share -------------------------------------------------------------------
+# -- endpoints that ranks share --------------------------------------------------------------------
 
 
 def shared(workers: list[CheckedWorker], *sources: tuple[int, str, str | None]) -> list[Finding]:
@@ -165,7 +165,7 @@ def test_a_port_that_did_not_answer_is_not_reported_again_by_its_source() -> Non
     assert [each.what.partition(" ")[0] for each in found] == ["degraded"]
 
 
-# -- discoveries ----------------------------------------------------------------------------------
+# -- discoveries -----------------------------------------------------------------------------------
 
 
 def report(**found: list[Any]) -> DiscoveryReport:
@@ -234,7 +234,7 @@ def test_a_peer_that_is_refused_is_a_warning() -> None:
     assert finding.what == "peer tcp://10.0.0.2:9092 is refused: it is not allowed"
 
 
-# -- workers --------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def rank(dp_rank: int, state: str = "ejected", returns_in_s: float | None = 29.3) -> RankHealthRow:
@@ -301,7 +301,7 @@ def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_
     assert list(judge_workers([worker(1), other])) == []
 
 
-# -- the selector as a whole ----------------------------------------------------------------------
+# -- the selector as a whole -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_a_selector_that_looks_for_workers_is_not_told_to_look(
     assert ("--discover" in (first.mend or "")) == (mend == "--discover")
 
 
-# -- engines --------------------------------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_an_engine_is_held_against_its_registration(
         assert mends[levels[0]] in (found[-1].mend or "")
 
 
-# -- the table ------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 def test_what_is_wrong_stands_first_with_what_mends_it_below() -> None:

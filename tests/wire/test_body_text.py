@@ -190,7 +190,7 @@ def test_what_is_no_messagepack_is_told_from_what_is() -> None:
     assert messagepack_fault(b"\x91" * 100_000)
 
 
-# -- numbers that are slow to parse (D32) ---------------------------------------------------------
+# -- numbers that are slow to parse (D32) ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [b"1e308", b"1E+308", b"-2.5e-310", b"1e0000308"])
@@ -219,7 +219,7 @@ def test_a_body_of_tokens_is_hardly_looked_at() -> None:
     assert lines_run(has_costly_numbers, body) < 50
 
 
-# -- bodies that would hold the loop --------------------------------------------------------------
+# -- bodies that would hold the loop ---------------------------------------------------------------
 
 
 def many(item: bytes, count: int) -> bytes:

@@ -41,7 +41,7 @@ def run(
     return StoredRun(worker_id, dp_rank, tier, parent, hashes, tuple(h + 1000 for h in hashes))
 
 
-# -- what we write --------------------------------------------------------------------------------
+# -- what we write ---------------------------------------------------------------------------------
 
 
 def test_what_holds_nothing_says_no_more_than_the_reference() -> None:
@@ -81,7 +81,7 @@ def test_one_part_of_the_text_is_bounded_work() -> None:
     assert len(json.loads(b"".join(parts))["m:t"]["events"]) == 2000
 
 
-# -- what we read, and write again ----------------------------------------------------------------
+# -- what we read, and write again -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -249,7 +249,7 @@ def test_a_bad_event_is_told_apart(raw: Raw) -> None:
         decode_event(raw)
 
 
-# -- there and back -------------------------------------------------------------------------------
+# -- there and back --------------------------------------------------------------------------------
 
 
 def test_an_event_of_the_1_6_dialect_says_its_domain() -> None:

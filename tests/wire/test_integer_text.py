@@ -105,7 +105,7 @@ def test_every_reader_makes_the_same_of_a_text(text: bytes) -> None:
     check(text)
 
 
-# -- texts longer than what is read in one go -----------------------------------------------------
+# -- texts longer than what is read in one go ------------------------------------------------------
 
 MANY = ",".join(map(str, range(10**9, 10**9 + KEPT_BYTES // 8))).encode()  # 1.4 times as long
 LONG_TEXTS = [
@@ -169,7 +169,7 @@ def test_a_parser_is_given_texts_of_bounded_length() -> None:
     assert len(given_lengths) > 100
 
 
-# -- sets of workers, and what is remembered of them --------------------------------------------
+# -- sets of workers, and what is remembered of them -----------------------------------------------
 
 
 def test_a_list_that_is_sent_again_is_the_same_set_and_not_only_an_equal_one() -> None:

@@ -70,7 +70,7 @@ def check_json(body: bytes) -> None:
     assert what_it_says(read_long_json, read_json, bytearray(body)) == plain
 
 
-# -- JSON -----------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 lists = st.one_of(
     st.lists(st.integers(I64_MIN, I64_MAX), max_size=5).map(json.dumps),
@@ -219,7 +219,7 @@ def test_what_stands_in_a_lists_place_cannot_be_guessed_from_outside() -> None:
         fields.check_shape()
 
 
-# -- MessagePack ----------------------------------------------------------------------------------
+# -- MessagePack -----------------------------------------------------------------------------------
 
 
 def check_binary(body: bytes) -> None:

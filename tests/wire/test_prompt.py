@@ -38,7 +38,7 @@ def book(body: dict[str, Any] | str, block_size: int = 4, is_eagle: bool = False
     return prompt_to_book(decode(text), block_size, is_eagle)
 
 
-# -- the hash form --------------------------------------------------------------------------------
+# -- the hash form ---------------------------------------------------------------------------------
 
 
 def test_hashes_are_signed_and_keep_their_bits() -> None:
@@ -98,7 +98,7 @@ def test_a_booking_takes_what_a_selection_refuses() -> None:
         assert (prompt.sequence_count, prompt.isl_tokens, prompt.local_hashes) == (1, 0, b"")
 
 
-# -- tokens ---------------------------------------------------------------------------------------
+# -- tokens ----------------------------------------------------------------------------------------
 
 TOKENS = list(range(10))
 
@@ -177,7 +177,7 @@ def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
     assert (prompt.isl_tokens, prompt.sequence_count, prompt.sequence_hashes()) == (0, 0, b"")
 
 
-# -- shapes ---------------------------------------------------------------------------------------
+# -- shapes ----------------------------------------------------------------------------------------
 
 BAD_LISTS = [
     *("{}", "[1e2]", "[null]", "[true]", "[{}]", f"[{2**63}]", f"[{-(2**63) - 1}]"),

@@ -315,7 +315,7 @@ def test_both_readers_agree_on_what_we_publish(event: ReplicaEvent) -> None:
     assert decode_event(payload + b"\0") == event  # bytes after the map need the tolerant one
 
 
-# Frames of any content and size ------------------------------------------------------------------
+# -- frames of any content and size ----------------------------------------------------------------
 
 
 def array_of(count: int, body: bytes) -> msgspec.Raw:

@@ -39,7 +39,7 @@ def spec(**fields: Any) -> WorkerSpec:
     return read_spec(json.dumps({"worker_id": 1, **fields}))
 
 
-# -- workers --------------------------------------------------------------------------------------
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def test_a_worker_needs_an_id_and_nothing_else() -> None:
@@ -182,7 +182,7 @@ def test_a_patch_names_only_what_is_present_and_not_null() -> None:
     }
 
 
-# -- selections and reservations ------------------------------------------------------------------
+# -- selections and reservations -------------------------------------------------------------------
 
 
 def test_every_field_of_a_selection_may_be_null_but_those_with_a_default() -> None:

@@ -100,7 +100,7 @@ def test_a_message_has_two_frames_of_bounded_size() -> None:
         decode_session([SESSION_TOPIC, payload + bytes(MAX_SESSION_BYTES)])
 
 
-# -- the list -------------------------------------------------------------------------------------
+# -- the list --------------------------------------------------------------------------------------
 
 
 def test_the_list_is_printed_as_documented() -> None:

@@ -65,7 +65,7 @@ class Ejections:
         self.ejected = {REFUSED: 0, FAILED: 0, POLL: 0}  # total ejections of ranks, by cause
         self.spared = 0  # total ranks that were not ejected because too many already were
 
-    # -- what is heard -------------------------------------------------------------------------
+    # -- what is heard -----------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
         """Record the outcome of a request to these ranks: one rank, or all ranks of a worker if the
@@ -167,7 +167,7 @@ class Ejections:
                 changed = True
         return changed
 
-    # -- steps ---------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def _of(self, key: RankKey) -> RankHealth:
         health = self.ranks.get(key)

@@ -18,7 +18,7 @@ from lean_selector.core.index.runs import (
 )
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
-# --------------------------------------------------------------------------------------------------
+# -- the ranks of a device tier --------------------------------------------------------------------
 # The ranks of a partition's device tier: bits in the trie, records here.
 #
 # A retired rank is hidden at once. Its bit is reused only after its runs have been swept. Spec:
@@ -122,7 +122,7 @@ class DeviceRanks:
         return keys
 
 
-# --------------------------------------------------------------------------------------------------
+# -- hash aliases ----------------------------------------------------------------------------------
 # Hash aliases: ranks whose engine hashes of a strand differ from those of other holders.
 #
 # Engines with the same hash function give a block the same hash, so a match looks up the hash of

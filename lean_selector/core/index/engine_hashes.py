@@ -221,7 +221,7 @@ class EngineHashes:
         self.renamed.append(place >> POSITION_BITS)
 
 
-# --------------------------------------------------------------------------------------------------
+# -- dicts, for the interpreted form ---------------------------------------------------------------
 # Dicts that map an engine hash to the segment of a row: for the interpreted form.
 
 # To grow a dict of 40 000 entries takes 1 ms, of 100 000 takes 3, of 1 000 000 takes 50 (measured).

@@ -12,7 +12,7 @@ from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.sweeping import emptied
 
-# --------------------------------------------------------------------------------------------------
+# -- the hash table --------------------------------------------------------------------------------
 # A hash table from 64-bit hashes to u32 values, 20 bytes per entry: for the compiled form.
 #
 # Open addressing, in segments of 12 KiB. The low bits of a mixed hash choose the segment
@@ -200,7 +200,7 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
         at += 1
 
 
-# --------------------------------------------------------------------------------------------------
+# -- a rank's engine hashes ------------------------------------------------------------------------
 # A rank's engine hashes in a packed table: for the compiled form.
 #
 # Names are signed here, as in the table. A name takes 25 bytes with its row, against 130 bytes with

@@ -75,7 +75,7 @@ class Bounds:
         self._set.pop(worker_id, None)
 
 
-# --------------------------------------------------------------------------------------------------
+# -- the table of engine hashes --------------------------------------------------------------------
 # The table of engine hashes that is fast in this form of the package.
 #
 # Compiled, the packed table is as fast as dicts and takes a fifth of their memory. Interpreted, it

@@ -9,7 +9,7 @@ from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import Edge, Matched
 from lean_selector.core.rank_bits import bits_of
 
-# --------------------------------------------------------------------------------------------------
+# -- which ranks may have the next block -----------------------------------------------------------
 # Which ranks may have the next block of a prompt on a lower tier.
 #
 # One map for all ranks, so that a match looks only at these ranks. Spec: indexer.md section 3.5.
@@ -87,7 +87,7 @@ class Continuations:
         return self._alone[bit]
 
 
-# --------------------------------------------------------------------------------------------------
+# -- the edges of all ranks on one lower tier ------------------------------------------------------
 # The edges of all ranks on one lower tier, so that a prompt is walked once for all of them.
 #
 # Engines with the same hash function have the same hashes for the same blocks. Such edges are
@@ -220,7 +220,7 @@ class Edges:
         return found
 
 
-# --------------------------------------------------------------------------------------------------
+# -- one rank's blocks on one lower tier -----------------------------------------------------------
 # One rank's blocks on one lower tier (host_pinned, disk or external).
 #
 # A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child. The
@@ -324,7 +324,7 @@ class Holdings:
         return self.device.names.retold + sum([held.retold for held in self.lower])
 
 
-# --------------------------------------------------------------------------------------------------
+# -- continuing a match ----------------------------------------------------------------------------
 # Continue a match where a rank's device blocks end.
 #
 # Tracks the ranks with blocks on a lower tier, and visits only those whose match can continue.

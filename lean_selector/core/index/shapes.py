@@ -89,7 +89,7 @@ class LearnedFacts(msgspec.Struct):
     announced: deque[tuple[int, ...]] = msgspec.field(default_factory=lambda: deque(maxlen=64))
 
 
-# --------------------------------------------------------------------------------------------------
+# -- what an engine reports ------------------------------------------------------------------------
 # What an engine reports about its KV cache, whatever the encoding.
 #
 # `wire` decodes the layouts of all engines into these records, and the index applies them. Hashes

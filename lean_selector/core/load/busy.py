@@ -8,7 +8,7 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits
 from lean_selector.core.rank_bits import RankKey
 
-# --------------------------------------------------------------------------------------------------
+# -- busy thresholds -------------------------------------------------------------------------------
 # Busy thresholds: which ranks and workers may still get new work.
 #
 # Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3. A rank is
@@ -63,7 +63,7 @@ class BusyThresholds:
         return new
 
 
-# --------------------------------------------------------------------------------------------------
+# -- ranks that may admit queued requests ----------------------------------------------------------
 # Ranks that may admit queued requests, updated as loads change (D11).
 #
 # A rank is `below` if its prefill tokens are at most the queue's threshold times its worker's batch

@@ -5,7 +5,7 @@ from typing import Final
 
 from lean_selector.core.rank_bits import RankKey
 
-# --------------------------------------------------------------------------------------------------
+# -- the total weight of one rank's blocks ---------------------------------------------------------
 # The total weight of one rank's blocks (spec: selection.md section 6).
 #
 # A rank's decode load is its number of distinct blocks, of which some count as a fraction. The

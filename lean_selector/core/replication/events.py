@@ -17,9 +17,7 @@ from lean_selector.core.replication.shapes import (
     ReplicaEvent,
 )
 
-# --------------------------------------------------------------------------------------------------
-# Events about requests, between replicas.
-#
+# -- events about requests, between replicas -------------------------------------------------------
 # The applier turns a peer's event into changes of our slots; the emitter turns our changes into
 # events. Follows slot_tracker.md sections 3.4 from step 4 on and 3.5, with decisions D12 and D17.
 # Independent of MessagePack and sockets. The applier cannot publish and the emitter cannot apply,
@@ -212,7 +210,7 @@ class ReplicaEvents:
         )
 
 
-# --------------------------------------------------------------------------------------------------
+# -- missed events ---------------------------------------------------------------------------------
 # Detect missed events: a publisher numbers its events from 1.
 #
 # A PUB socket drops what a subscriber does not read in time, and never sends events that were
@@ -284,7 +282,7 @@ class ReplicaSequences:
         return missed
 
 
-# --------------------------------------------------------------------------------------------------
+# -- restoring -------------------------------------------------------------------------------------
 # Restore the bookings that were live when an earlier process ended.
 #
 # These are not published, because peers already know them. Time is an argument, in this process's

@@ -13,7 +13,7 @@ from lean_selector.core.selection.scheduler import check_session
 from lean_selector.core.selection.shapes import Booked, CachedSelection, PartitionKey
 from lean_selector.core.settings import API_1_3, Dialect
 
-# --------------------------------------------------------------------------------------------------
+# -- selections that can be booked later -----------------------------------------------------------
 # A cache of selections, so that they can be booked later by their ids.
 #
 # Stores what `/select` chose, by partition and id. Limited in age, number and bytes; the oldest are
@@ -97,7 +97,7 @@ def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -
     return size
 
 
-# --------------------------------------------------------------------------------------------------
+# -- live reservations by id -----------------------------------------------------------------------
 # Index of the live reservations of all partitions by id.
 #
 # A partition's ledger has its reservations, books them and publishes them. This index finds the

@@ -31,7 +31,7 @@ from lean_selector.core.zmq_endpoints import (
     replay_endpoint_for,
 )
 
-# --------------------------------------------------------------------------------------------------
+# -- what a worker needs to be scheduled -----------------------------------------------------------
 # What a record needs so that its worker can be scheduled, and the sources of its events.
 #
 # A field that is missing or disagrees with the partition is a reason not to schedule the worker,
@@ -269,7 +269,7 @@ class Catalog:
         self.partitions: dict[PartitionKey, Partition] = {}
         self.refusals = Refusals(self, settings.dialect)
 
-    # -- reading -------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def matching(self, model_name: str | None, tenant_id: str | None) -> list[Worker]:
         """Return workers of this model and tenant (None: any), sorted by (model, tenant, id)."""
@@ -303,7 +303,7 @@ class Catalog:
     def schedulable_count(self) -> int:
         return sum(len(partition.workers) for partition in self.partitions.values())
 
-    # -- changing ------------------------------------------------------------------------------
+    # -- changing ----------------------------------------------------------------------------------
 
     def upsert(self, spec: WorkerSpec, *, anew: bool = False) -> Worker:
         """Register a worker, or replace the whole record of the registered worker with this id.

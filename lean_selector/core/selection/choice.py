@@ -45,7 +45,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import SelectionRequest
 
-# --------------------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 # Cells: sets of ranks on which a prompt costs the same if their load is the same.
 #
 # The cost on a rank depends on the rank's load, on how many blocks of the prompt it holds on each
@@ -331,7 +331,7 @@ def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -
     return divided
 
 
-# --------------------------------------------------------------------------------------------------
+# -- drawing a rank by weight ----------------------------------------------------------------------
 # Draw a rank by weight without computing every cost: rejection sampling under an envelope.
 #
 # A rank's weight is exp(-x / T), where x is its cost scaled to 0..1 over the candidates. The
@@ -472,9 +472,7 @@ class DrawBounds:
         return found
 
 
-# --------------------------------------------------------------------------------------------------
-# Choose without visiting every rank.
-#
+# -- choosing without visiting every rank ----------------------------------------------------------
 # Without a temperature, each cell's loads are walked in order until no further load can be cheaper
 # than the best so far. With a temperature, the weight of a rank depends on its own cost and on the
 # least and the highest cost. If there are many different loads, the envelope above is used.

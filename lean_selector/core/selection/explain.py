@@ -42,7 +42,7 @@ from lean_selector.core.selection.shapes import (
     SelectionRequest,
 )
 
-# --------------------------------------------------------------------------------------------------
+# -- the explanation -------------------------------------------------------------------------------
 # The explanation: the figures behind one choice, for each rank of the partition.
 #
 # Computed only on request, before the reservation is booked. The costs come from the cells and the

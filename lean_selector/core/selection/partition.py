@@ -160,7 +160,7 @@ class Partition:
     def count_shed(self, asked_at: str) -> None:
         self.shed[asked_at] = self.shed.get(asked_at, 0) + 1
 
-    # -- health --------------------------------------------------------------------------------
+    # -- health ------------------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
         """Record a request's outcome for these ranks. True if the eligible ranks changed."""
@@ -192,7 +192,7 @@ class Partition:
             room.came_free |= self.everyone
         return True
 
-    # -- busy ----------------------------------------------------------------------------------
+    # -- busy --------------------------------------------------------------------------------------
 
     def is_worker_busy(self, worker: SchedulableWorker) -> bool:
         """Whether the load of every rank of the worker is above the busy threshold."""

@@ -228,7 +228,7 @@ class Queue:
         """Return the queued requests in order, as a new list."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
-    # -- entering and leaving ------------------------------------------------------------------
+    # -- entering and leaving ----------------------------------------------------------------------
 
     def may_pass(self, room: Headroom, ranks: int) -> tuple[int, bool]:
         """Return those of `ranks` that a new request may use, and whether it need not wait."""
@@ -324,7 +324,7 @@ class Queue:
             else:
                 self.hopeless.add(line)
 
-    # -- admission -----------------------------------------------------------------------------
+    # -- admission ---------------------------------------------------------------------------------
 
     def admit(self, now: float, hopeless_after_s: float = 0.0) -> None:
         """Fail queued requests that no worker can serve and that have waited for `hopeless_after_s`

@@ -62,7 +62,7 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
     return least
 
 
-# --------------------------------------------------------------------------------------------------
+# -- steering --------------------------------------------------------------------------------------
 # Steering: the rank that a session is bound to, or the target that a request names.
 #
 # Steering does not affect whether a request is queued or shed. It selects among the ranks that the

@@ -137,7 +137,7 @@ class Selector:
         partition.set_threshold(self.limits.of(key))
         return partition
 
-    # -- workers -------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def upsert_worker(self, spec: WorkerSpec, now: float, *, anew: bool = False) -> Worker:
         return self._changing_workers(lambda: self.catalog.upsert(spec, anew=anew), now)
@@ -158,7 +158,7 @@ class Selector:
             queue.admit(now)
         return worker
 
-    # -- busy thresholds -----------------------------------------------------------------------
+    # -- busy thresholds ---------------------------------------------------------------------------
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
         """Return the busy thresholds in force, sorted, for each model and tenant with a worker."""
@@ -182,7 +182,7 @@ class Selector:
             partition.queue.admit(now)
         return threshold
 
-    # -- selection -----------------------------------------------------------------------------
+    # -- selection ---------------------------------------------------------------------------------
 
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
         """Return the partition; None if it never had a schedulable worker to book a request on."""

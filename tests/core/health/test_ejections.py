@@ -72,7 +72,7 @@ def test_who_answers_is_well_unless_it_says_that_it_failed_or_is_full(
     assert {outcome_of_status(each) for each in statuses} == {outcome}
 
 
-# -- the naive model ------------------------------------------------------------------------------
+# -- the naive model -------------------------------------------------------------------------------
 
 WORKERS = {1: [0, 1], 2: [0, 1], 3: [0]}
 KEYS = [(worker_id, dp_rank) for worker_id, ranks in WORKERS.items() for dp_rank in ranks]

@@ -305,7 +305,7 @@ def test_with_a_replay_endpoint(story: str) -> None:
     play(KvCursor(can_replay=True), story)
 
 
-# -- the table of states in the module's docstring ------------------------------------------------
+# -- the table of states in the module's docstring -------------------------------------------------
 
 SOURCE = Path(kv_cursor.__file__).with_name("kv_cursor.py")  # beside the compiled module, too
 # 0 and 1 were applied; where a replay is due or running, 2 and 3 are missing, and 4 was early.
@@ -383,7 +383,7 @@ def test_the_table_is_right(call: str, state: str, cell: str) -> None:
         assert state_of(cursor) == "due"
 
 
-# -- live batches that are kept during a replay ---------------------------------------------------
+# -- live batches that are kept during a replay ----------------------------------------------------
 
 
 def answered() -> KvCursor:

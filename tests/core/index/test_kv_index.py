@@ -239,7 +239,7 @@ def test_blocks_in_a_ring_are_dumped_once() -> None:
     assert sorted(run.block_hashes for run in runs) == [(11,), (12,)]
 
 
-# -- seen from outside ----------------------------------------------------------------------------
+# -- seen from outside -----------------------------------------------------------------------------
 
 
 def test_the_workers_are_those_with_a_rank_that_holds_anything() -> None:

@@ -189,7 +189,7 @@ def test_an_index_beside_another_numbers_ranks_alike_and_holds_its_own() -> None
     assert index.total_blocks == 1
 
 
-# -- against the model ----------------------------------------------------------------------------
+# -- against the model -----------------------------------------------------------------------------
 
 # Short paths of few blocks share prefixes in every way.
 paths = st.lists(st.integers(1, 3), min_size=1, max_size=6)

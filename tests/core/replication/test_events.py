@@ -101,7 +101,7 @@ def test_another_worker_is_believed_only_of_the_requests_origin(event: ReplicaEv
     assert here.load()[0] == 0
 
 
-# Order -------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("router_id", [PEER, THIRD], ids=["by its owner", "by another"])
@@ -155,7 +155,7 @@ def test_the_memory_of_early_events_is_bounded_and_forgets_the_oldest() -> None:
     assert len(here.applier._early) == 1  # old ones go as new ones come
 
 
-# Publishing --------------------------------------------------------------------------------------
+# -- publishing ------------------------------------------------------------------------------------
 
 
 def test_prompt_adapter_and_expected_output_travel_with_an_admission() -> None:

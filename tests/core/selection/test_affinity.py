@@ -57,7 +57,7 @@ def book(driven: DrivenSelector, name: str, session_id: str = "s", **changes: An
     return rank_of(driven.book(name, session_id=session_id, **changes))
 
 
-# -- hard -----------------------------------------------------------------------------------------
+# -- hard ------------------------------------------------------------------------------------------
 
 
 def test_a_booking_binds_and_selects_and_bookings_follow(driven: DrivenSelector) -> None:
@@ -190,7 +190,7 @@ def test_while_they_are_off_a_session_counts_for_nothing() -> None:
     assert book(driven, "a") == (1, 0)
 
 
-# -- soft -----------------------------------------------------------------------------------------
+# -- soft ------------------------------------------------------------------------------------------
 
 
 def test_a_soft_session_stays_until_another_rank_is_cheaper_by_more_than_the_bonus() -> None:
@@ -219,7 +219,7 @@ def test_a_soft_session_is_never_refused_and_never_goes_to_a_busy_rank() -> None
     assert sessions_of(driven).counts.refused == 0
 
 
-# -- targets --------------------------------------------------------------------------------------
+# -- targets ---------------------------------------------------------------------------------------
 
 
 def test_a_target_is_gone_to_if_that_is_allowed_and_else_ignored(driven: DrivenSelector) -> None:
@@ -240,7 +240,7 @@ def test_a_target_elsewhere_than_the_pin_is_refused(driven: DrivenSelector) -> N
     assert select(driven, None, target=AffinityTarget(1, 7), pin=(1, 1)) == (1, 1)
 
 
-# -- explained ------------------------------------------------------------------------------------
+# -- explained -------------------------------------------------------------------------------------
 
 
 def explanation(driven: DrivenSelector, **changes: Any) -> Any:
@@ -276,7 +276,7 @@ def test_an_explanation_has_the_bonus_in_the_cost() -> None:
     ]
 
 
-# -- peers ----------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 def of_peer(

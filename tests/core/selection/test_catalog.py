@@ -38,7 +38,7 @@ def reasons(driven: DrivenSelector, **changes: Any) -> list[str]:
     return worker.reasons
 
 
-# -- how much a record may hold -------------------------------------------------------------------
+# -- how much a record may hold --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_d28_endpoints_of_ranks_that_the_worker_lacks_stay_in_its_record() -> No
     assert list(worker.sources) == [7]
 
 
-# -- what a record lacks --------------------------------------------------------------------------
+# -- what a record lacks ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_too_many_ranks_are_refused_and_nothing_changes(deaf: DrivenSelector, si
     assert len(deaf.loads()["default", "default"]) == MAX_RANKS
 
 
-# -- POST, PATCH, DELETE --------------------------------------------------------------------------
+# -- POST, PATCH, DELETE ---------------------------------------------------------------------------
 
 
 def test_a_patch_keeps_what_it_does_not_name(deaf: DrivenSelector) -> None:
@@ -174,7 +174,7 @@ def test_only_schedulable_workers_count(deaf: DrivenSelector) -> None:
     assert deaf.selector.catalog.schedulable_count() == 1
 
 
-# -- the partition's block size (D3) --------------------------------------------------------------
+# -- the partition's block size (D3) ---------------------------------------------------------------
 
 
 def keys(driven: DrivenSelector) -> list[tuple[str, str]]:
@@ -276,7 +276,7 @@ def test_a_worker_that_moves_and_is_refused_has_left_all_the_same(deaf: DrivenSe
     assert keys(deaf) == [("m", "default")]
 
 
-# -- load and sources of a worker that changes (D10) ----------------------------------------------
+# -- load and sources of a worker that changes (D10) -----------------------------------------------
 
 TWO_RANKS: dict[str, Any] = {
     "data_parallel_size": 2,
@@ -347,7 +347,7 @@ def test_a_worker_that_becomes_incomplete_loses_load_blocks_and_sources(
     assert sorted(busy.sources.subscribed) == [(1, 0), (1, 1)]
 
 
-# -- sources --------------------------------------------------------------------------------------
+# -- sources ---------------------------------------------------------------------------------------
 
 
 SOURCES: dict[str, tuple[dict[str, Any], dict[int, Source]]] = {

@@ -137,7 +137,7 @@ def test_a_part_knows_what_it_weighs() -> None:
     assert {part.cell.match for part in envelope.parts} == {Matched(20), Matched(0)}
 
 
-# -- costs beyond f64 and rounding ----------------------------------------------------------------
+# -- costs beyond f64 and rounding -----------------------------------------------------------------
 
 
 class Loaded:

@@ -46,7 +46,7 @@ def error_of(driven: DrivenSelector, name: str) -> tuple[int, str]:
     return outcome.status, outcome.message
 
 
-# -- entering the queue ---------------------------------------------------------------------------
+# -- entering the queue ----------------------------------------------------------------------------
 
 
 def test_a_pin_outside_the_allowed_workers_is_refused_before_the_queue(
@@ -77,7 +77,7 @@ def test_pending_tokens_are_printed_saturated(queueing: DrivenSelector) -> None:
     assert queueing.pending() == (2, U64_MAX)
 
 
-# -- leaving the queue ----------------------------------------------------------------------------
+# -- leaving the queue -----------------------------------------------------------------------------
 
 
 def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
@@ -259,7 +259,7 @@ def test_a_stop_answers_no_more_to_who_hangs_up_on_the_answer_of_another(
     assert queueing.pending() == (0, 0)
 
 
-# -- many that may go -----------------------------------------------------------------------------
+# -- many that may go ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_those_whom_nobody_can_serve_are_told_in_turns(crowd: DrivenSelector) ->
     assert error_of(crowd, "r99") == (503, NO_ENDPOINTS)
 
 
-# -- overlap of what waited -----------------------------------------------------------------------
+# -- overlap of what waited ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_overlap_is_looked_up_again_after_a_long_wait(
     assert driven.loads()["default", "default"][1, 0] == (12 - gpu, 3, 1)
 
 
-# -- ids (D4) -------------------------------------------------------------------------------------
+# -- ids (D4) --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -402,7 +402,7 @@ def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
         two_models.selector.reservations.free("r", 0.0)
 
 
-# -- /reservations --------------------------------------------------------------------------------
+# -- /reservations ---------------------------------------------------------------------------------
 
 
 def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> None:
@@ -449,7 +449,7 @@ def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked
     assert driven.selector.reservations.arrived() == 1
 
 
-# -- inspection -----------------------------------------------------------------------------------
+# -- inspection ------------------------------------------------------------------------------------
 
 
 def test_potential_loads_add_the_prompt_to_every_rank() -> None:

@@ -49,7 +49,7 @@ def heard(
     return SessionEvent("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
 
 
-# -- bookings -------------------------------------------------------------------------------------
+# -- bookings --------------------------------------------------------------------------------------
 
 
 def test_an_id_is_measured_in_bytes() -> None:
@@ -60,7 +60,7 @@ def test_an_id_is_measured_in_bytes() -> None:
             check_session_id(too_long)
 
 
-# -- peers ----------------------------------------------------------------------------------------
+# -- peers -----------------------------------------------------------------------------------------
 
 
 def test_a_sequence_far_above_the_clock_does_not_raise_ours_to_what_nobody_takes() -> None:
@@ -111,7 +111,7 @@ def test_a_binding_that_ends_while_the_list_is_read_is_not_in_it(table: SessionT
     assert [live.event.session_id for live in listed] == ["of c"]
 
 
-# -- bounds ---------------------------------------------------------------------------------------
+# -- bounds ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
