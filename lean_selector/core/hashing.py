@@ -49,11 +49,15 @@ def local_hashes(
     `mm_hashes` has, per block, the u64 hashes of the block's multimodal objects, in any order. It
     may omit blocks at the end. With `is_eagle`, a block's hash also covers the next token. Raises
     ValueError for a block size below 1, tokens outside u32 and mm hashes outside u64."""
+    return any_local_hashes(packed_tokens(tokens), block_size, seed, mm_hashes, is_eagle)
+
+
+def packed_tokens(tokens: Sequence[int]) -> bytes:
+    """Pack tokens to 4 bytes each, little-endian. Raises ValueError for tokens outside u32."""
     try:
-        data = _tokens(len(tokens)).pack(*tokens)
+        return _tokens(len(tokens)).pack(*tokens)
     except struct.error as error:
         raise ValueError("token ids must be integers from 0 to 4294967295") from error
-    return any_local_hashes(data, block_size, seed, mm_hashes, is_eagle)
 
 
 def any_local_hashes(

@@ -7,13 +7,13 @@ engines give a block the same hash. Token ids are small, so that every vocabular
 
 import asyncio
 import random
-import struct
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from lean_selector.api.judgements import Level, subject_of
+from lean_selector.core.hashing import packed_tokens
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.urls import base_without_version
@@ -57,19 +57,15 @@ class Probe:
 
     def is_in(self, stored: list[BlockStored]) -> bool:
         """Whether the events `stored` have the tokens of this prompt's random blocks."""
-        tokens = b"".join([_packed(list(event.token_ids)) for event in stored])
-        return _packed(self.own) in tokens
+        return packed_tokens(self.own) in b"".join([event.tokens for event in stored])
 
     def first_hash(self, stored: list[BlockStored]) -> int | None:
         """Return the engine's hash of the prompt's first block; None if no event stores it."""
         for event in stored:
-            if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
-                return event.block_hashes[0]
+            is_first = event.parent_hash is None and len(event.names) > 0
+            if is_first and packed_tokens(self.prompt).startswith(event.tokens):
+                return int.from_bytes(event.names[:8], "little")
         return None
-
-
-def _packed(tokens: list[int]) -> bytes:
-    return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
 class Probes:

@@ -9,7 +9,8 @@ from typing import cast
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX, packed_tokens, unmarked_salt
+from lean_selector.core.hashing import u64s as u64s_struct
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
@@ -104,10 +105,10 @@ def record_of(event: ArrayEvent | MapEvent) -> Event | None:
             locality, spec_kind = spec_kind, None
     else:
         return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
-    hashes = u64s(event.block_hashes)
+    names = packed_names(event.block_hashes)
     tier = tier_of(event.medium)
     is_remote = _is_remote(locality, event.ownership)
-    return BlockRemoved(hashes, tier, event.group_idx, spec_kind, is_remote)
+    return BlockRemoved(names, tier, event.group_idx, spec_kind, is_remote)
 
 
 def stored_record(
@@ -133,10 +134,22 @@ def stored_record(
     if parent is not None and (isinstance(parent, bytes) or parent < 0):
         parent = _u64(parent)
     medium = event.medium
+    hashes = u64s(event.block_hashes)
+    count = len(hashes)
+    fault: str | None = None
+    # Without a block size, the event may have no tokens; which the index looks at.
+    wanted = count * event.block_size + is_eagle if event.block_size else len(tokens)
+    try:
+        packed = packed_tokens(tokens if len(tokens) <= wanted else tokens[:wanted])
+    except ValueError:
+        packed, fault = b"", "bad_tokens"
+    distinct: set[int] | list[int] = set(hashes) if count > 1 else hashes
+    if fault is None and (len(distinct) < count or parent in distinct):
+        fault = "self_reference"
     return BlockStored(
-        u64s(event.block_hashes),
+        u64s_struct(count).pack(*hashes),
         parent,
-        tokens,
+        packed,
         event.block_size,
         _TIERS[medium] if medium in _TIERS else tier_of(medium),
         event.lora_name or None,
@@ -150,6 +163,7 @@ def stored_record(
         EventPart.WHOLE,
         unknown_keys,
         next_token,
+        fault,
     )
 
 
@@ -181,6 +195,12 @@ def u64s(values: list[Hash]) -> list[int]:
         return [value & U64_MAX for value in numbers]
     except TypeError:  # bytes among the hashes
         return [_u64(value) for value in values]
+
+
+def packed_names(values: list[Hash]) -> bytes:
+    """Pack hashes to 8 bytes each, little-endian."""
+    hashes = u64s(values)
+    return u64s_struct(len(hashes)).pack(*hashes)
 
 
 def _flattened(pairs: list[Token]) -> list[int]:

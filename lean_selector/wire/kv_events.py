@@ -25,6 +25,7 @@ from lean_selector.wire.kv_event_records import (
     TEXT_FIELDS,
     UNREADABLE,
     Skips,
+    packed_names,
     rearranged,
     record_of,
     stored_record,
@@ -223,12 +224,20 @@ def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> Event
     skips: Skips | None = None
     removal: BlockRemoved | None = None  # the last record, if the next event may extend it
     medium: str | None = None  # the medium of the event that made the record
+    more: list[Hash] = []  # block hashes that extend the record
     for event in typed:
         plain = _plain_removal(event)
-        if plain is not None and removal is not None and plain.medium == medium:
-            removal.block_hashes += u64s(plain.block_hashes)
+        if (
+            plain is not None
+            and removal is not None
+            and (plain.medium == medium and plain.group_idx == removal.group_idx)
+        ):
+            more += plain.block_hashes
             removal.events += 1
             continue
+        if more and removal is not None:
+            removal.names += packed_names(more)
+            more = []
         try:
             record = stored_record(event) if type(event) is ArrayStored else record_of(event)
         except ValueError as error:
@@ -240,18 +249,20 @@ def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> Event
                 events.append(record)
             if plain is not None and isinstance(record, BlockRemoved):
                 removal, medium = record, plain.medium
+    if more and removal is not None:
+        removal.names += packed_names(more)
     return EventBatch(dp_rank, events, skips.all() if skips else [])
 
 
 def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
-    """Return `event` if it is a removal that has only block hashes and a tier; otherwise None."""
+    """Return `event` if it is a removal that has only block hashes, a tier and a group; otherwise
+    None."""
     if isinstance(event, ArrayRemoved):
-        is_plain = event.group_idx is None and event.kind_or_locality is None
-        return event if is_plain and event.ownership is None else None
+        is_plain = event.kind_or_locality is None and event.ownership is None
+        return event if is_plain else None
     if isinstance(event, MapRemoved):
-        says_more = event.group_idx is not None or event.kv_cache_spec_kind is not None
-        says_more |= event.locality is not None or event.ownership is not None
-        return None if says_more else event
+        says_more = event.kv_cache_spec_kind is not None or event.locality is not None
+        return None if says_more or event.ownership is not None else event
     return None
 
 

@@ -24,11 +24,11 @@ from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
 from lean_selector.core.index.hashes_packed import mixed
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     Event,
     EventBatch,
     EventPart,
-    PackedRemoved,
-    PackedStored,
     Tier,
 )
 from lean_selector.wire.kv_event_records import tier_of
@@ -264,8 +264,7 @@ class _Reader:
         names, parent, tokens, size = self._names, self._parent, self._its_tokens, self._size
         if size == 0 or not _differ(names, parent):
             raise _Unusual
-        tier, group, kind = tier_of(self._medium), self._group, self._kind
-        adapter, salt = self._adapter or None, self._salt
+        salt = self._salt
         # reported in its own field, but with the prefix that was given to the engine
         if salt is not None:
             salt = unmarked_salt(salt)
@@ -274,9 +273,7 @@ class _Reader:
         if blocks <= PART_BLOCKS:
             names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
             part = EventPart.WHOLE
-            self._events.append(
-                PackedStored(names, parent, tokens, size, tier, group, kind, part, adapter, salt)
-            )
+            self._append_stored(names, parent, tokens, part, salt)
             return
         first: i64 = 0
         part = EventPart.FIRST
@@ -286,12 +283,18 @@ class _Reader:
                 part = EventPart.LAST
             here = names[first << 3 : end << 3]
             theirs = tokens[(first * size) << 2 : (end * size) << 2]
-            self._events.append(
-                PackedStored(here, parent, theirs, size, tier, group, kind, part, adapter, salt)
-            )
+            self._append_stored(here, parent, theirs, part, salt)
             parent = int.from_bytes(here[-8:], "little")
             part = EventPart.MIDDLE
             first = end
+
+    def _append_stored(
+        self, names: bytes, parent: int | None, tokens: bytes, part: EventPart, salt: str | None
+    ) -> None:
+        tier, adapter = tier_of(self._medium), self._adapter or None
+        event = BlockStored(names, parent, tokens, self._size, tier, adapter, salt)
+        event.group_idx, event.kind, event.part = self._group, self._kind, part
+        self._events.append(event)
 
     def _removed(self, fields: i64) -> None:
         self._first = self._at
@@ -330,7 +333,7 @@ class _Reader:
         if self._gone_events:
             names, events = self._gone.getvalue(), self._gone_events
             group = self._gone_group
-            self._events.append(PackedRemoved(names, self._gone_tier, group, events=events))
+            self._events.append(BlockRemoved(names, self._gone_tier, group, events=events))
             self._gone, self._gone_events = BytesWriter(), 0
 
     def _byte(self) -> i64:

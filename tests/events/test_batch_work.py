@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.core.index.shapes import EventBatch, PackedStored, Tier
+from lean_selector.core.index.shapes import BlockStored, EventBatch, Tier
 from lean_selector.events.batch_work import BatchWork, Reader
 from lean_selector.wire import kv_events
 from lean_selector.wire.messagepack import WINDOW_BYTES
@@ -171,7 +171,7 @@ def test_a_bug_ends_the_batch_alone() -> None:
     tokens: Any = None  # what no reader says
 
     def buggy(payload: bytes) -> EventBatch | None:
-        event = PackedStored(b"12345678", None, tokens, 2, Tier.DEVICE)
+        event = BlockStored(b"12345678", None, tokens, 2, Tier.DEVICE)
         return EventBatch(None, [event], []) if len(payload) > WINDOW_BYTES else None
 
     source = Source(buggy)

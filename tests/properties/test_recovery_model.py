@@ -18,8 +18,6 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.out_of_turn import Delivery, Turn
 from lean_selector.core.index.shapes import (
-    BlockRemoved,
-    BlockStored,
     Event,
     EventBatch,
     Tier,
@@ -31,6 +29,7 @@ from lean_selector.wire import dump as dumps
 from lean_selector.wire.dump_shapes import PartitionDump
 from tests.conftest import Rounds
 from tests.properties.test_vllm_model import Vllm
+from tests.support.kv_records import removed_blocks, stored_blocks
 
 SIZE, KEY = 2, (1, 0)
 SALTS = (None, "s")
@@ -86,9 +85,9 @@ def batch(operation: Operation) -> EventBatch:
     end = min(4, start + blocks)
     names = [name_of(path[: at + 1], salt, form) for at in range(start, end)]
     group_idx, group_kind = group or (None, None)
-    told: Event = BlockRemoved(names[:1], tier, group_idx, group_kind)
+    told: Event = removed_blocks(names[:1], tier, group_idx, group_kind)
     if kind == "store":
-        told = BlockStored(
+        told = stored_blocks(
             names,
             name_of(path[:start], salt, 0) if start else None,
             [block for block in path[start:end] for _ in range(SIZE)],
@@ -190,7 +189,7 @@ def test_a_recovered_rank_goes_on_as_its_peer_or_starts_over(
     while not peer.index.is_empty:  # what the engine evicts at last goes from both
         for runs in list(peer.index.dump()):
             for run in runs:
-                gone = EventBatch(None, [BlockRemoved(list(run.block_hashes), run.tier)], [])
+                gone = EventBatch(None, [removed_blocks(list(run.block_hashes), run.tier)], [])
                 peer.ingest.apply(gone)
                 ours.ingest.apply(gone)
         if not any(runs for runs in peer.index.dump()):

@@ -18,7 +18,6 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
-    BlockRemoved,
     BlockStored,
     Event,
     EventBatch,
@@ -26,6 +25,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from tests.conftest import Rounds
+from tests.support.kv_records import removed_blocks, stored_blocks
 
 SIZE = 2  # tokens of a block; a hash is of one, where ends within blocks are kept
 STEPS = 1_500  # 100 000 by hand, in each form, without a difference
@@ -89,7 +89,7 @@ class Vllm:
     ) -> None:
         tokens = list(prompt[first * SIZE : end * SIZE])
         behind = prompt[end * SIZE] if self.looks_ahead else None
-        self.tell(BlockStored(names, parent, tokens, SIZE, Tier.DEVICE, next_token=behind))
+        self.tell(stored_blocks(names, parent, tokens, SIZE, Tier.DEVICE, next_token=behind))
 
     def tell(self, event: BlockStored) -> None:
         """Once for each group, one after the other."""
@@ -108,12 +108,12 @@ class Vllm:
             name, parent = self.name(prompt), prompt[: len(prompt) - 1]
             self.hold([name])
             above = self.name(parent) if parent else None
-            self.tell(BlockStored([name], above, [prompt[-1]], 1, Tier.DEVICE))
+            self.tell(stored_blocks([name], above, [prompt[-1]], 1, Tier.DEVICE))
 
     def evict(self) -> None:
         if self.device:
             group, name = self.device.pop(self.draw.choice(list(self.device)))
-            self.events.append(BlockRemoved([name], Tier.DEVICE, group))
+            self.events.append(removed_blocks([name], Tier.DEVICE, group))
 
     def offload(self, prompt: Prefix) -> None:
         """A block that is on the device goes to the CPU, too; its hash alone is told."""
@@ -121,14 +121,14 @@ class Vllm:
         if at and not self.looks_ahead:  # which no connector is used with
             name = self.name_of_block(prompt, self.draw.randrange(at))
             self.cpu[name] += 1
-            self.events.append(BlockStored([name], None, [], 0, Tier.HOST_PINNED))
+            self.events.append(stored_blocks([name], None, [], 0, Tier.HOST_PINNED))
 
     def evict_from_cpu(self) -> None:
         held = sorted(+self.cpu)
         if held:
             name = self.draw.choice(held)
             self.cpu[name] -= 1
-            self.events.append(BlockRemoved([name], Tier.HOST_PINNED))
+            self.events.append(removed_blocks([name], Tier.HOST_PINNED))
 
     def clear(self) -> None:
         self.device.clear()

@@ -21,6 +21,7 @@ from lean_selector.wire import kv_events
 from lean_selector.wire.kv_events import NotABatch, batch_slices, decode_small
 from lean_selector.wire.messagepack import WINDOW_BYTES
 from tests.support.kv_batches import decode_batch, small_windows
+from tests.support.kv_records import hashes_of
 
 encode = msgspec.msgpack.encode
 HEX = "a1b2c3d4e5f60718" + 48 * "0"
@@ -192,8 +193,8 @@ def test_a_large_removal_comes_in_parts_and_counts_once() -> None:
             batches = slices(encode([1.5, [form], 0]))
         removals: list[Any] = [record for batch in batches for record in batch.events]
         assert [type(each) for each in removals] == [BlockRemoved] * 8
-        assert [name for each in removals for name in each.block_hashes] == names
-        assert [len(each.block_hashes) for each in removals] == [4] * 7 + [2]
+        assert [name for each in removals for name in hashes_of(each)] == names
+        assert [len(each.names) >> 3 for each in removals] == [4] * 7 + [2]
         assert [each.events for each in removals] == [0] * 7 + [1]
 
 
@@ -273,8 +274,8 @@ def test_a_part_of_an_event_has_a_bounded_number_of_blocks() -> None:
     batches = slices(encode([1.5, vllm(), 0]))
     records: list[Any] = [record for batch in batches for record in batch.events]
     assert {type(record) for record in records} == {BlockStored}
-    assert all(len(record.block_hashes) <= kv_events.PART_BLOCKS for record in records)
-    assert all(len(record.token_ids) <= kv_events.PART_TOKENS for record in records)
+    assert all(len(record.names) >> 3 <= kv_events.PART_BLOCKS for record in records)
+    assert all(len(record.tokens) >> 2 <= kv_events.PART_TOKENS for record in records)
     parts = [record.part for record in records]
     assert parts == [EventPart.FIRST, *[EventPart.MIDDLE] * (len(parts) - 2), EventPart.LAST]
 
@@ -354,8 +355,8 @@ def test_no_step_of_reading_grows_with_the_message(
         assert seen["passes"] <= 2 * len(payload)
         if part is not None:
             records = [event for event in part.events if isinstance(event, BlockStored)]
-            assert sum(len(event.block_hashes) for event in records) <= WINDOW_BYTES
-            assert sum(len(event.token_ids) for event in records) <= WINDOW_BYTES
+            assert sum(len(event.names) for event in records) >> 3 <= WINDOW_BYTES
+            assert sum(len(event.tokens) for event in records) >> 2 <= WINDOW_BYTES
         seen.update(windows=0, names=0, passes=0)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from lean_selector.core.hashing import packed_tokens
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
@@ -14,6 +15,7 @@ from lean_selector.core.index.shapes import (
 )
 from lean_selector.wire.kv_events import NotABatch
 from tests.support.kv_batches import decode_batch
+from tests.support.kv_records import hashes_of, removed_blocks, stored_blocks
 
 encode = msgspec.msgpack.encode
 
@@ -29,7 +31,7 @@ REMOVED = {"type": "BlockRemoved", "block_hashes": [11]}
 CLEARED = {"type": "AllBlocksCleared"}
 HEX = "a1b2c3d4e5f60718" + 48 * "0"
 MM_HASH = 0xA1B2C3D4E5F60718
-PLAIN = BlockStored([11, 12], None, [1, 2, 3, 4], 2, Tier.DEVICE)
+PLAIN = stored_blocks([11, 12], None, [1, 2, 3, 4], 2, Tier.DEVICE)
 
 
 def decode(*events: object, rank: object = 0) -> EventBatch:
@@ -253,9 +255,9 @@ def test_every_form_of_a_plain_store_is_read_alike(event: object) -> None:
 )
 def test_hashes_become_unsigned(hash_on_the_wire: int | bytes, read: int) -> None:
     event = {**STORED, "block_hashes": [5, hash_on_the_wire], "parent_block_hash": hash_on_the_wire}
-    assert stored(event).block_hashes == [5, read]
+    assert hashes_of(stored(event)) == [5, read]
     assert stored(event).parent_hash == read
-    assert removed(["BlockRemoved", [hash_on_the_wire]]).block_hashes == [read]
+    assert hashes_of(removed(["BlockRemoved", [hash_on_the_wire]])) == [read]
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ INFOS = [{"mm_objects": [{"mm_hash": 9, "offsets": []}]}]
         (
             # Pairs of tokens mark an EAGLE worker.
             {**STORED, "token_ids": [[1, 2], [2, 3], [3, 9]]},
-            {"token_ids": [1, 2, 3, 9], "is_eagle": True},
+            {"tokens": packed_tokens([1, 2, 3, 9]), "is_eagle": True},
         ),
         (
             {**STORED, "group_idx": 2, "kv_cache_spec_kind": "mamba"},
@@ -406,7 +408,7 @@ def test_fields_are_read_by_name_and_position(event: object, read: dict[str, Any
 
 def test_the_kind_of_a_removal_may_be_bytes() -> None:
     event = [b"BlockRemoved", [11], "GPU", 2, b"mamba"]
-    assert removed(event) == BlockRemoved([11], Tier.DEVICE, 2, "mamba")
+    assert removed(event) == removed_blocks([11], Tier.DEVICE, 2, "mamba")
 
 
 @pytest.mark.parametrize(
@@ -430,11 +432,11 @@ def test_removals_in_a_row_that_differ_in_their_blocks_alone_are_one_record() ->
     for other in others:
         batch = [["BlockRemoved", [1]], ["BlockRemoved", [2, -1]], other, ["BlockRemoved", [3]]]
         first, between, last = decode(*batch).events
-        assert first == BlockRemoved([1, 2, 2**64 - 1], Tier.DEVICE, events=2)
+        assert first == removed_blocks([1, 2, 2**64 - 1], Tier.DEVICE, events=2)
         assert between != first
-        assert last == BlockRemoved([3], Tier.DEVICE)
+        assert last == removed_blocks([3], Tier.DEVICE)
     maps = [{**REMOVED, "block_hashes": [n]} for n in range(5)]
-    assert decode(*maps).events == [BlockRemoved(list(range(5)), Tier.DEVICE, events=5)]
+    assert decode(*maps).events == [removed_blocks(list(range(5)), Tier.DEVICE, events=5)]
     local = {**REMOVED, "locality": "LOCAL"}
     assert len(decode(REMOVED, local, REMOVED).events) == 3
 

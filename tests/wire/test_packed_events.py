@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from struct import pack, unpack
+from struct import pack
 from typing import Any
 
 import msgspec
@@ -17,12 +17,11 @@ from lean_selector.core.index.shapes import (
     Event,
     EventBatch,
     EventPart,
-    PackedRemoved,
-    PackedStored,
 )
 from lean_selector.wire.kv_events import MAX_EVENT_BLOCKS, NotABatch
 from lean_selector.wire.packed_events import PART_BLOCKS, packed_batch
 from tests.support.kv_batches import decode_batch
+from tests.support.kv_records import hashes_of, tokens_of
 
 encode = msgspec.msgpack.encode
 
@@ -124,7 +123,7 @@ def told(batch: EventBatch) -> list[tuple[Any, ...]]:
     for event in batch.events:
         one = told_of(event)
         last = told[-1] if told else None
-        is_part = isinstance(event, BlockStored | PackedStored) and event.part > EventPart.FIRST
+        is_part = isinstance(event, BlockStored) and event.part > EventPart.FIRST
         if is_part and last is not None:
             assert one[2] == last[1][-1], "the chain goes on"
             told[-1] = (last[0], last[1] + one[1], last[2], last[3] + one[3], *last[4:])
@@ -137,28 +136,19 @@ def told(batch: EventBatch) -> list[tuple[Any, ...]]:
 
 
 def told_of(event: Event) -> tuple[Any, ...]:
-    if isinstance(event, PackedStored):
-        names = unpack(f"<{len(event.names) // 8}Q", event.names)
-        tokens = unpack(f"<{len(event.tokens) // 4}I", event.tokens)
-        assert len(tokens) == len(names) * event.block_size
-        hashed = event.lora_name, event.cache_salt
-        rest = event.block_size, event.tier, event.group_idx, event.kind, hashed
-        return "stored", names, event.parent_hash, tokens, *rest
     if isinstance(event, BlockStored):
         assert (event.is_eagle, event.is_remote, event.unknown_keys) == (False, False, None)
         assert not any(event.mm_hashes or ())
-        size = event.block_size
-        blocks = min(len(event.block_hashes), len(event.token_ids) // size)
-        names, tokens = tuple(event.block_hashes[:blocks]), tuple(event.token_ids[: blocks * size])
+        assert event.fault is None
+        size, hashes, tokens = event.block_size, hashes_of(event), tokens_of(event)
+        blocks = min(len(hashes), len(tokens) // size)
+        names, tokens_in = tuple(hashes[:blocks]), tuple(tokens[: blocks * size])
         hashed = event.lora_name, event.cache_salt
         rest = size, event.tier, event.group_idx, event.kind, hashed
-        return "stored", names, event.parent_hash, tokens, *rest
-    if isinstance(event, PackedRemoved):
-        names = unpack(f"<{len(event.names) // 8}Q", event.names)
-        return "removed", names, event.tier, event.group_idx, event.kind, event.events
+        return "stored", names, event.parent_hash, tokens_in, *rest
     if isinstance(event, BlockRemoved):
         assert not event.is_remote
-        removed = tuple(event.block_hashes)
+        removed = tuple(hashes_of(event))
         return "removed", removed, event.tier, event.group_idx, event.kind, event.events
     assert isinstance(event, AllBlocksCleared)
     return ("cleared",)
@@ -313,7 +303,7 @@ def test_removals_in_a_row_come_in_records_of_bounded_length() -> None:
     removals = [["BlockRemoved", list(range(at, at + 300))] for at in range(0, 30_000, 300)]
     batch = packed_batch(encode([0.5, removals, 0]))
     assert batch is not None
-    records = [event for event in batch.events if isinstance(event, PackedRemoved)]
+    records = [event for event in batch.events if isinstance(event, BlockRemoved)]
     assert {record.events for record in records} == {2}  # the second fills it
     assert b"".join(record.names for record in records) == pack("<30000Q", *range(30_000))
 
@@ -325,7 +315,7 @@ def test_a_long_chain_comes_in_parts(more: int) -> None:
     payload = encode([0.5, [["BlockStored", names, 7, tokens, 2]], 0])
     packed = packed_batch(payload)
     assert packed is not None
-    parts = [event for event in packed.events if isinstance(event, PackedStored)]
+    parts = [event for event in packed.events if isinstance(event, BlockStored)]
     assert len(parts) == -(-len(names) // PART_BLOCKS)
     assert all(len(part.names) >> 3 <= PART_BLOCKS for part in parts)
     assert [part.part for part in parts[1:-1]] == [EventPart.MIDDLE] * (len(parts) - 2)

@@ -102,16 +102,6 @@ _DEVICE = Tier.DEVICE  # an alias, because an enum look-up takes as long as thre
 _STORED = StoreResult.STORED
 
 
-def packed_names(parent_hash: int | None, block_hashes: Sequence[int]) -> bytes:
-    """Pack engine hashes; b"" if one occurs twice, or is the parent's. There must be one."""
-    if len(block_hashes) == 1:  # usual for an engine that decodes
-        return b"" if block_hashes[0] == parent_hash else block_hashes[0].to_bytes(8, "little")
-    distinct = set(block_hashes)
-    if parent_hash in distinct or len(distinct) != len(block_hashes):
-        return b""
-    return u64s(len(block_hashes)).pack(*block_hashes)
-
-
 class KvIndex:
     """The index of one partition. Local hashes are packed into bytes, 8 per block, little-endian.
     `evicted` counts blocks dropped to save memory: blocks above a rank's limit, and some blocks
@@ -245,7 +235,10 @@ class KvIndex:
 
     def learn(self, key: RankKey) -> LearnedFacts:
         """Like `learned`, but begin with nothing if there is nothing yet."""
-        return self._learned.setdefault(key, LearnedFacts())
+        facts = self._learned.get(key)
+        if facts is None:
+            facts = self._learned[key] = LearnedFacts()
+        return facts
 
     # Events
 
@@ -266,9 +259,10 @@ class KvIndex:
         the rank already held needs one more `removed` event from now on, before it is dropped."""
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
-        names = packed_names(parent_hash, block_hashes)
-        if not names:
+        distinct = set(block_hashes)
+        if parent_hash in distinct or len(distinct) != len(block_hashes):
             return StoreResult.SELF_REFERENCE
+        names = u64s(len(block_hashes)).pack(*block_hashes)
         if len(names) != len(local_hashes):
             end = min(len(names), len(local_hashes) & ~7)
             names, local_hashes = names[:end], local_hashes[:end]

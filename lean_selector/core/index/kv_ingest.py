@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from lean_selector.core.hashing import (
     BASE_SEED,
+    any_local_hashes,
     hash_seed,
-    local_hashes,
     packed_local_hashes,
+    packed_tokens,
     u64s,
 )
-from lean_selector.core.index.kv_index import KvIndex, packed_names
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.out_of_turn import Delivery, OutOfTurn, Turn
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
@@ -25,8 +26,6 @@ from lean_selector.core.index.shapes import (
     EventBatch,
     EventPart,
     LearnedFacts,
-    PackedRemoved,
-    PackedStored,
     StoreResult,
     Tier,
 )
@@ -109,9 +108,11 @@ class KvIngest:
         self.is_eagle = is_eagle
         self.worker_id = worker_id
         self.dp_rank = dp_rank  # the rank of batches that do not name one
+        self._key: RankKey = (worker_id, dp_rank)
         self.counts = EventCounts()
         self._index = index
         self._delivery = _IN_ORDER
+        self._is_out = False  # whether the batch comes out of its turn
         self.out_of_turn = OutOfTurn()
         self._is_uncounted = False  # whether blocks that are stored again are no copies
         self._is_rest_refused = False  # the remaining parts of the current event are skipped
@@ -180,7 +181,7 @@ class KvIngest:
         """Apply events of the ingest's own rank. Return True if one of them cleared it."""
         dp_rank, early = self.dp_rank, self.out_of_turn
         self._delivery = delivery
-        is_out = delivery.turn is not _IN_TURN
+        self._is_out = is_out = delivery.turn is not _IN_TURN
         is_again = is_out and delivery.turn is Turn.AGAIN
         rank = self._index.learn((self.worker_id, dp_rank))
         rank.announced_end = None
@@ -191,14 +192,10 @@ class KvIngest:
                 delivery.at += 1
                 if is_again and not early.take(delivery):
                     continue
-            if type(event) is PackedStored:
-                self._store_packed(dp_rank, rank, event)
-            elif type(event) is PackedRemoved:
-                self._remove_packed(dp_rank, rank, event)
-            elif type(event) is BlockStored:
-                self._store(dp_rank, rank, event)
+            if type(event) is BlockStored:
+                self._store(rank, event)
             elif type(event) is BlockRemoved:
-                self._remove(dp_rank, rank, event)
+                self._remove(rank, event)
             else:
                 assert type(event) is AllBlocksCleared
                 self._clear()
@@ -271,124 +268,86 @@ class KvIngest:
         if self._on_emptied is not None:
             self._on_emptied(self.worker_id, self.dp_rank)
 
-    def _store(self, dp_rank: int, rank: LearnedFacts, event: BlockStored) -> None:
-        tier = event.tier
-        if not self._is_wanted(rank, event, event.is_remote) or tier is None:
+    def _store(self, rank: LearnedFacts, event: BlockStored) -> None:
+        tier, size = event.tier, event.block_size
+        if not self._is_wanted(rank, event) or tier is None:
             return
-        size, hashes = event.block_size, event.block_hashes
         if size != self.block_size:
-            self._store_known((self.worker_id, dp_rank), rank, event, tier, hashes)
+            self._store_known(rank, event, tier)
             return
+        key, names, parent, group = self._key, event.names, event.parent_hash, event.group_idx
         salt = event.cache_salt
-        if salt is None and rank.salts and event.parent_hash is not None:
-            salt = _salt_of(rank, tier, event.parent_hash)
+        if salt is None and rank.salts and parent is not None:
+            salt = _salt_of(rank, tier, parent)
         seed = BASE_SEED
         if salt is not None or event.lora_name is not None:
             seed = hash_seed(event.lora_name, salt)
-        tokens, is_eagle = event.token_ids, event.is_eagle
-        if self.is_eagle and event.next_token is not None:
-            blocks = min(len(hashes), len(tokens) // size)
-            tokens, is_eagle = [*tokens[: blocks * size], event.next_token], True
-        wanted = len(hashes) * size + is_eagle
-        if len(tokens) > wanted:
-            tokens = tokens[:wanted]
-        try:
-            local = local_hashes(tokens, size, seed, event.mm_hashes, is_eagle)
-        except ValueError:
-            self._refuse("bad_tokens")
+        tokens, is_eagle = event.tokens, event.is_eagle
+        next_token = event.next_token if self.is_eagle else None
+        if is_eagle or event.mm_hashes or next_token is not None:
+            try:
+                if next_token is not None:
+                    blocks = min(len(names) >> 3, (len(tokens) >> 2) // size)
+                    tokens = tokens[: (blocks * size) << 2] + packed_tokens([next_token])
+                    is_eagle = True
+                local = any_local_hashes(tokens, size, seed, event.mm_hashes, is_eagle)
+            except ValueError:
+                self._refuse("bad_tokens")
+                return
+        else:
+            local = packed_local_hashes(tokens, size, seed)
+        if event.fault is not None or not names or not local:
+            self._refuse(event.fault or "empty")
             return
-        parent = event.parent_hash
-        if not local or not hashes:
-            self._refuse("empty")
-            return
-        names = packed_names(parent, hashes)
-        if not names:
-            self._refuse("self_reference")
-            return
-        end = min(len(names), len(local))  # there may be fewer tokens than hashes, or the reverse
-        names, local = names[:end], local[:end]
-        if not self._store_chain((self.worker_id, dp_rank), rank, event, names, local, salt):
-            return
-        self.stored_unlike_prompts += is_eagle is not self.is_eagle
-        counts = self.counts
-        if event.unknown_keys is not None:
-            for kind, keys in event.unknown_keys.items():
-                counts.skip("block", f"extra_key_{kind}", keys)
-
-    def _store_packed(self, dp_rank: int, rank: LearnedFacts, event: PackedStored) -> None:
-        tier = event.tier
-        if not self._is_wanted(rank, event, False) or tier is None:
-            return
-        size = event.block_size
-        if size != self.block_size:
-            names = event.names
-            hashes = u64s(len(names) >> 3).unpack(names)
-            self._store_known((self.worker_id, dp_rank), rank, event, tier, hashes)
-            return
-        if not event.names:
-            self._refuse("empty")
-            return
-        seed, salt, parent = BASE_SEED, event.cache_salt, event.parent_hash
-        if salt is None and rank.salts and parent is not None:
-            salt = _salt_of(rank, tier, parent)
-        if salt is not None or event.lora_name is not None:
-            seed = hash_seed(event.lora_name, salt)
-        local = packed_local_hashes(event.tokens, size, seed)
-        if self._store_chain((self.worker_id, dp_rank), rank, event, event.names, local, salt):
-            self.stored_unlike_prompts += self.is_eagle
-
-    def _store_chain(
-        self,
-        key: RankKey,
-        rank: LearnedFacts,
-        event: BlockStored | PackedStored,
-        names: bytes,
-        local: bytes,
-        salt: str | None,
-    ) -> bool:
-        """Store the blocks of an event: engine hashes and local hashes, equally many, at least one.
-        Return False if the index refused them, which is counted."""
-        tier, parent, group = event.tier, event.parent_hash, event.group_idx
-        assert tier is not None
-        first = int.from_bytes(names[:8], "little")
-        counted = self._is_copy(key, rank, tier, parent, first)
-        is_of_several = group is not None and group != rank.reports.only and counted
+        if len(names) != len(local):
+            end = min(len(names), len(local))
+            names, local = names[:end], local[:end]
+        counted = not self._is_uncounted and (
+            not rank.reports_hits or self._is_copy(rank, tier, parent, names)
+        )
+        is_of_several = group is not None and counted and group != rank.reports.only
         if group is not None and is_of_several:
             rank.reports.join(group)
             if rank.reports.is_following(group, tier << 1, names):
                 rank.reports.leading(group, tier << 1, names)
                 self._count_stored(event.part, 0)
-                return True
-        before = self._index.blocks(*key, tier)
+                return
+        may_report = tier is _DEVICE and (parent is None or parent == rank.announced_end)
+        before = self._index.blocks(*key, tier) if may_report else 0
         result = self._index.store_chain(key, tier, parent, names, local, counted)
         if result is not _STORED:
             self._refuse(result.name.lower())
-            return False
-        blocks = len(names) >> 3
-        if self._delivery.turn is not _IN_TURN:
-            self._pay(key, tier, names)
+            return
+        if self._is_out:
+            self._pay(tier, names)
         if group is not None and is_of_several:
-            leading = rank.reports.leading(group, tier << 1, names)
-            if len(leading) < len(names):  # other groups have stored the others before
-                there = {leading[at : at + 8] for at in range(0, len(leading), 8)}
-                each = [names[at : at + 8] for at in range(0, len(names), 8)]
-                following = b"".join([name for name in each if name not in there])
-                self._index.remove_blocks(key, tier, following)
-        if tier is _DEVICE:
-            last = int.from_bytes(names[-8:], "little")
-            if self._is_announced(key, rank, parent, last, blocks, before):
-                rank.announced.append(u64s(blocks).unpack(names))
-            if self._on_stored is not None:
-                self._on_stored(key, local)
-        self._count_stored(event.part, blocks)
+            self._undo_following(rank, group, tier, names)
+        if may_report:
+            self._note_report(rank, parent, names, before)
+        else:
+            rank.announced_end = None
+        if self._on_stored is not None and tier is _DEVICE:
+            self._on_stored(key, local)
+        self._count_stored(event.part, len(names) >> 3)
+        self.stored_unlike_prompts += is_eagle is not self.is_eagle
         if salt is not None:
-            hashes = u64s(blocks).unpack(names)
+            hashes = u64s(len(names) >> 3).unpack(names)
             remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
-        return True
+        if event.unknown_keys is not None:
+            for kind, keys in event.unknown_keys.items():
+                self.counts.skip("block", f"extra_key_{kind}", keys)
 
-    def _is_wanted(
-        self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
-    ) -> bool:
+    def _undo_following(self, rank: LearnedFacts, group: int, tier: Tier, names: bytes) -> None:
+        """Record a group's report of blocks that were just stored. Takes back those of them that
+        another group has reported before."""
+        leading = rank.reports.leading(group, tier << 1, names)
+        if len(leading) < len(names):
+            there = {leading[at : at + 8] for at in range(0, len(leading), 8)}
+            each = [names[at : at + 8] for at in range(0, len(names), 8)]
+            following = b"".join([name for name in each if name not in there])
+            self._index.remove_blocks(self._key, tier, following)
+
+    def _is_wanted(self, rank: LearnedFacts, event: BlockStored) -> bool:
         """Whether to apply a stored event, judging by its KV cache group, block size and tier. If
         not, counts the event as skipped. A long event that comes in several parts counts once."""
         if event.part:
@@ -401,7 +360,7 @@ class KvIngest:
         group_idx, kind = event.group_idx, event.kind
         if group_idx is not None and kind is not None and kind != _NO_KIND:
             self._learn(rank, group_idx, kind)
-        reason = _objection(rank, group_idx, kind, is_remote)
+        reason = _objection(rank, group_idx, kind, event.is_remote)
         if reason is None and event.block_size != self.block_size and not self._is_part(event):
             reason = "block_size"
             self.stored_of_other_size += 1
@@ -412,77 +371,58 @@ class KvIngest:
             self._refuse(reason)
         return reason is None
 
-    def _is_part(self, event: BlockStored | PackedStored) -> bool:
+    def _is_part(self, event: BlockStored) -> bool:
         """Whether to accept an event of another block size. True if it has no block size and no
         tokens, or if that size divides ours (on the device, only if the event has one block)."""
         size = event.block_size
-        if isinstance(event, PackedStored):
-            blocks, has_tokens = len(event.names) >> 3, True
-        else:
-            blocks, has_tokens = len(event.block_hashes), len(event.token_ids) > 0
         if not size:
-            return not has_tokens
-        return self.block_size % size == 0 and (blocks == 1 or event.tier is not _DEVICE)
+            return not event.tokens and event.fault is None
+        is_single = len(event.names) == 8 or event.tier is not _DEVICE
+        return self.block_size % size == 0 and is_single
 
-    def _store_known(
-        self,
-        key: RankKey,
-        rank: LearnedFacts,
-        event: BlockStored | PackedStored,
-        tier: Tier,
-        hashes: Sequence[int],
-    ) -> None:
+    def _store_known(self, rank: LearnedFacts, event: BlockStored, tier: Tier) -> None:
         """Apply a stored event to blocks that the rank already holds, without using tokens."""
-        names, group = u64s(len(hashes)).pack(*hashes), event.group_idx
+        names, group = event.names, event.group_idx
         leading = names
         if group is not None and not self._is_uncounted:
             rank.reports.join(group)
             leading = rank.reports.leading(group, tier << 1, names)
-        blocks = self._index.store_known(key, tier, leading, not self._is_uncounted)
+        blocks = self._index.store_known(self._key, tier, leading, not self._is_uncounted)
         if blocks or len(leading) < len(names):
             self._count_stored(_WHOLE, blocks)
-            if self._delivery.turn is not _IN_TURN:
-                self._pay(key, tier, leading)
+            if self._is_out:
+                self._pay(tier, leading)
         else:
             self._refuse("partial" if event.block_size else "unknown_block")
             self.stored_partial += event.block_size > 0 and tier is _DEVICE
 
-    def _is_copy(
-        self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
-    ) -> bool:
-        """Whether blocks stored again count once more, so that one more `removed` must follow."""
-        if self._is_uncounted:
-            return False
-        if not rank.reports_hits or parent is not None or tier is not _DEVICE:
+    def _is_copy(self, rank: LearnedFacts, tier: Tier, parent: int | None, names: bytes) -> bool:
+        """Whether blocks stored again by an engine that reports cache hits count once more, so that
+        one more `removed` must follow."""
+        if parent is not None or tier is not _DEVICE:
             return True
-        return not self._index.knows(key, tier, first)
+        return not self._index.knows(self._key, tier, int.from_bytes(names[:8], "little"))
 
-    def _is_announced(
-        self,
-        key: RankKey,
-        rank: LearnedFacts,
-        parent: int | None,
-        last: int,
-        blocks: int,
-        before: int,
-    ) -> bool:
-        """Whether a stored event may report a cache hit: it has the first blocks of a prompt, more
-        than one, and none of them is new. (A single block may be a prompt that was computed anew:
-        engines compute the last token of a prompt even if they have all of its blocks.) If the
-        batch's next stored event adds new blocks to this prompt, the engine reports cache hits.
-        From then on, returns False, because hits need no `removed` events of their own."""
+    def _note_report(
+        self, rank: LearnedFacts, parent: int | None, names: bytes, before: int
+    ) -> None:
+        """Look whether a stored event may report a cache hit: it has the first blocks of a prompt,
+        more than one, and none of them is new. (A single block may be a prompt that was computed
+        anew: engines compute the last token of a prompt even if they have all of its blocks.) If
+        the batch's next stored event adds new blocks to this prompt, the engine reports cache hits.
+        From then on, hits need no `removed` events of their own."""
         if self._is_uncounted:
-            return False  # it was perhaps stored for the first time
-        is_new = self._index.blocks(*key, _DEVICE) != before
-        adds_to_it = parent is not None and parent == rank.announced_end
-        if is_new and adds_to_it and not rank.reports_hits:
+            return  # it was perhaps stored for the first time
+        is_new = self._index.blocks(*self._key, _DEVICE) != before
+        if is_new and parent is not None and not rank.reports_hits:  # it is the announced end
             rank.reports_hits = True
             for hashes in rank.announced:
-                self._index.forget_copies(key, hashes)
+                self._index.forget_copies(self._key, hashes)
             rank.announced.clear()
-        is_hit = parent is None and not is_new and blocks > 1
-        rank.announced_end = last if is_hit else None
-        return is_hit and not rank.reports_hits
+        is_hit = parent is None and not is_new and len(names) > 8
+        rank.announced_end = int.from_bytes(names[-8:], "little") if is_hit else None
+        if is_hit and not rank.reports_hits:
+            rank.announced.append(u64s(len(names) >> 3).unpack(names))
 
     def _count_stored(self, part: EventPart, blocks: int) -> None:
         if part is _WHOLE or part is EventPart.LAST:
@@ -502,90 +442,65 @@ class KvIngest:
         if (turn is Turn.EARLY or turn is Turn.AGAIN) and reason in _MAY_PASS:
             self.out_of_turn.leave(self._delivery)
 
-    def _pay(self, key: RankKey, tier: Tier, names: bytes) -> None:
+    def _pay(self, tier: Tier, names: bytes) -> None:
         """Remove blocks that were just stored late, but whose removal came early."""
         turn = self._delivery.turn
         if turn is Turn.LATE or turn is Turn.AGAIN:
-            due = self.out_of_turn.pay(key[1], tier, names)
+            due = self.out_of_turn.pay(self.dp_rank, tier, names)
             if due:
-                self._index.remove_blocks(key, tier, due)
+                self._index.remove_blocks(self._key, tier, due)
 
-    def _take(self, key: RankKey, tier: Tier, names: bytes) -> int:
-        """Remove blocks. Return how many were dropped. Those that are not held are owed, if they
-        may be in a batch that is missing."""
-        if self._delivery.turn is _IN_TURN:
-            return self._index.remove_blocks(key, tier, names)
-        removed = 0
-        for at in range(0, len(names), 8):
-            name = int.from_bytes(names[at : at + 8], "little")
-            if self._index.knows(key, tier, name):
-                removed += self._index.remove_blocks(key, tier, names[at : at + 8])
-            else:
-                self.out_of_turn.owe(key[1], tier, name)
-        return removed
-
-    def _remove(self, dp_rank: int, rank: LearnedFacts, event: BlockRemoved) -> None:
-        tier = event.tier
-        reason = _objection(rank, event.group_idx, event.kind, event.is_remote)
+    def _remove(self, rank: LearnedFacts, event: BlockRemoved) -> None:
+        tier, group = event.tier, event.group_idx
+        reason = _objection(rank, group, event.kind, event.is_remote)
         if tier is None or reason is not None:
             if event.events:
                 self.counts.skip("removed", reason or "unknown_medium", event.events)
             self._leave(reason or "unknown_medium")
             return
-        names = u64s(len(event.block_hashes)).pack(*event.block_hashes)
-        self._remove_names((self.worker_id, dp_rank), rank, event, tier, names)
-
-    def _remove_packed(self, dp_rank: int, rank: LearnedFacts, event: PackedRemoved) -> None:
-        tier = event.tier
-        reason = _objection(rank, event.group_idx, event.kind, False)
-        if tier is None or reason is not None:
-            self.counts.skip("removed", reason or "unknown_medium", event.events)
-            self._leave(reason or "unknown_medium")
-            return
-        self._remove_names((self.worker_id, dp_rank), rank, event, tier, event.names)
-
-    def _remove_names(
-        self,
-        key: RankKey,
-        rank: LearnedFacts,
-        event: BlockRemoved | PackedRemoved,
-        tier: Tier,
-        names: bytes,
-    ) -> None:
-        group = event.group_idx
+        names = event.names
         if group is not None and group != rank.reports.only:
-            names = self._leading_removals(key, rank, group, tier, names)
+            names = self._leading_removals(rank, group, tier, names)
         self.counts.removed += event.events
-        self.counts.blocks_removed += self._take(key, tier, names)
+        if self._is_out:
+            self.counts.blocks_removed += self._remove_early(tier, names)
+        else:
+            self.counts.blocks_removed += self._index.remove_blocks(self._key, tier, names)
         if rank.salts:
-            hashes = u64s(len(names) >> 3).unpack(names)
-            self._forget_salts_of(key, rank, tier, hashes)
+            self._forget_salts_of(rank, tier, names)
 
-    def _leading_removals(
-        self, key: RankKey, rank: LearnedFacts, group: int, tier: Tier, names: bytes
-    ) -> bytes:
+    def _remove_early(self, tier: Tier, names: bytes) -> int:
+        """Remove blocks. Return how many were dropped. Those that are not held are owed, because
+        they may be in a batch that is missing."""
+        removed = 0
+        for at in range(0, len(names), 8):
+            name = int.from_bytes(names[at : at + 8], "little")
+            if self._index.knows(self._key, tier, name):
+                removed += self._index.remove_blocks(self._key, tier, names[at : at + 8])
+            else:
+                self.out_of_turn.owe(self.dp_rank, tier, name)
+        return removed
+
+    def _leading_removals(self, rank: LearnedFacts, group: int, tier: Tier, names: bytes) -> bytes:
         """Return which names of a group's removal no other group has removed before. A block that
         is not held, and in no batch that may come, does not count: other groups may have removed it
         before the first batch that we know."""
         reports, kind = rank.reports, tier << 1 | 1
-        if self._delivery.turn is _IN_TURN:
+        if not self._is_out:
             counting: list[bytes] = []
             for at in range(0, len(names), 8):
                 name = names[at : at + 8]
-                is_held = self._index.knows(key, tier, int.from_bytes(name, "little"))
+                is_held = self._index.knows(self._key, tier, int.from_bytes(name, "little"))
                 if is_held or reports.is_following(group, kind, name):
                     counting.append(name)
             names = b"".join(counting)
         return reports.leading(group, kind, names)
 
-    def _forget_salts_of(
-        self, key: RankKey, rank: LearnedFacts, tier: Tier, hashes: Sequence[int]
-    ) -> None:
+    def _forget_salts_of(self, rank: LearnedFacts, tier: Tier, names: bytes) -> None:
         salts = rank.salts.get(tier)
-        if salts:
-            for block_hash in hashes:
-                if block_hash in salts and not self._index.knows(key, tier, block_hash):
-                    del salts[block_hash]
+        for name in u64s(len(names) >> 3).unpack(names) if salts else ():
+            if salts and name in salts and not self._index.knows(self._key, tier, name):
+                del salts[name]
 
     def _learn(self, rank: LearnedFacts, group_idx: int, kind: str) -> None:
         groups = rank.is_prefix_group

@@ -93,7 +93,7 @@ class LearnedFacts(msgspec.Struct):
 # What an engine reports about its KV cache, whatever the encoding.
 #
 # `wire` decodes the layouts of all engines into these records, and the index applies them. Hashes
-# are unsigned 64-bit here, tokens are flat. Spec: indexer.md 1.4.
+# are unsigned 64-bit here, tokens are flat, and lists are packed. Spec: indexer.md 1.4.
 
 # Reasons for skipping an event that exceeds a limit of ours: the engine then holds blocks that the
 # index lacks.
@@ -110,11 +110,12 @@ class EventPart(IntEnum):
 
 
 class BlockStored(msgspec.Struct, gc=False):
-    """Consecutive blocks that the engine now holds on one tier."""
+    """Consecutive blocks that the engine now holds on one tier. Lists are packed into bytes; they
+    may have different lengths, or end within a block."""
 
-    block_hashes: list[int]  # the engine's own identifiers, one per block, in chain order
+    names: bytes  # the engine's own hashes of the blocks, u64 little-endian, in chain order
     parent_hash: int | None  # None: the chain starts a prompt; 0 is a valid hash
-    token_ids: list[int]  # not checked for u32: hashing does that
+    tokens: bytes  # u32, little-endian; at most those of the blocks
     block_size: int  # the engine's, in tokens
     tier: Tier | None  # None: unknown medium
     lora_name: str | None = None
@@ -128,22 +129,9 @@ class BlockStored(msgspec.Struct, gc=False):
     unknown_keys: dict[str, int] | None = None  # extra keys that cannot be hashed, by kind
     # The token after the last block, if the engine's hash of a block covers the next token.
     next_token: int | None = None
-
-
-class PackedStored(msgspec.Struct, gc=False):
-    """A `BlockStored` whose lists are packed into bytes. Not used for multimodal or EAGLE events.
-    `names`: the engine's hashes of the blocks. They differ from each other and `parent_hash`."""
-
-    names: bytes  # u64, little-endian
-    parent_hash: int | None
-    tokens: bytes  # u32, little-endian
-    block_size: int
-    tier: Tier | None
-    group_idx: int | None = None
-    kind: str | None = None
-    part: EventPart = EventPart.WHOLE
-    lora_name: str | None = None
-    cache_salt: str | None = None
+    # Why the blocks cannot be stored: "bad_tokens" (not u32; `tokens` is empty then), or
+    # "self_reference" (an engine hash occurs twice, or is the parent's).
+    fault: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
@@ -151,7 +139,7 @@ class BlockRemoved(msgspec.Struct, gc=False):
     their blocks form one record, because engines send one event per evicted block. A long event is
     split into several records. `events` counts the events that end in this record."""
 
-    block_hashes: list[int]
+    names: bytes  # u64, little-endian
     tier: Tier | None
     group_idx: int | None = None
     kind: str | None = None
@@ -159,21 +147,11 @@ class BlockRemoved(msgspec.Struct, gc=False):
     events: int = 1
 
 
-class PackedRemoved(msgspec.Struct, gc=False):
-    """A `BlockRemoved` with a packed list of the engine's block hashes."""
-
-    names: bytes  # u64, little-endian
-    tier: Tier | None
-    group_idx: int | None = None
-    kind: str | None = None
-    events: int = 1
-
-
 class AllBlocksCleared(msgspec.Struct, gc=False):
     """An engine's report that a rank no longer holds any block, on any tier."""
 
 
-Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCleared
+Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class SkippedEvent(msgspec.Struct, gc=False):

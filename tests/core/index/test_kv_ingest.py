@@ -3,7 +3,6 @@
 import contextlib
 import json
 from pathlib import Path
-from struct import pack
 from typing import Any
 
 import msgspec
@@ -19,13 +18,12 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
-    PackedRemoved,
-    PackedStored,
     SkippedEvent,
     Tier,
 )
 from lean_selector.wire.kv_events import NotABatch
 from tests.support.kv_batches import decode_batch
+from tests.support.kv_records import removed_blocks, stored_blocks
 
 DATA = Path(__file__).parents[2] / "data" / "event_payloads.json"
 PAYLOADS: list[dict[str, Any]] = json.loads(DATA.read_text())["payloads"]
@@ -150,8 +148,9 @@ def store(first: int = 1, parent: int | None = None, blocks: int = 1, **fields: 
     """Blocks first, first + 1, ..., each of two tokens of its own."""
     hashes = list(range(first, first + blocks))
     tokens = [token for block in hashes for token in (10 * block, 10 * block + 1)]
-    event = BlockStored(hashes, parent, tokens, 2, Tier.DEVICE)
-    return msgspec.structs.replace(event, **fields)
+    hashes, tokens = fields.pop("block_hashes", hashes), fields.pop("token_ids", tokens)
+    size, tier = fields.pop("block_size", 2), fields.pop("tier", Tier.DEVICE)
+    return stored_blocks(hashes, parent, tokens, size, tier, **fields)
 
 
 def local(first: int, salt: str | None = None, lora_name: str | None = None) -> int:
@@ -188,10 +187,10 @@ def test_stored_event_that_does_not_count(source: Source, event: BlockStored, re
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
-        (BlockRemoved([1], None), "unknown_medium"),
-        (BlockRemoved([1], Tier.DEVICE, is_remote=True), "remote"),
-        (BlockRemoved([1], Tier.DEVICE, kind="sliding_window"), "other_kind"),
-        (BlockRemoved([1], Tier.DEVICE, group_idx=2), "other_group"),
+        (removed_blocks([1], None), "unknown_medium"),
+        (removed_blocks([1], Tier.DEVICE, is_remote=True), "remote"),
+        (removed_blocks([1], Tier.DEVICE, kind="sliding_window"), "other_kind"),
+        (removed_blocks([1], Tier.DEVICE, group_idx=2), "other_group"),
     ],
 )
 def test_removed_event_that_does_not_count(
@@ -204,7 +203,7 @@ def test_removed_event_that_does_not_count(
 
 def test_a_removed_event_in_parts_that_does_not_count_is_skipped_once(source: Source) -> None:
     """The last part counts for all of them."""
-    source.send(store(1), BlockRemoved([1], None, events=0), BlockRemoved([2], None, events=1))
+    source.send(store(1), removed_blocks([1], None, events=0), removed_blocks([2], None, events=1))
     assert source.skipped == {("removed", "unknown_medium"): 1}
     assert source.device() == 1
 
@@ -218,7 +217,7 @@ def test_dropped_events_teach_too_and_later_ones_correct_them(source: Source) ->
     source.send(store(1, group_idx=1, kind="full_attention", tier=None))
     source.send(store(2, group_idx=1))
     assert source.device() == 1
-    source.send(store(1, group_idx=1, kind="mamba"), BlockRemoved([2], Tier.DEVICE, group_idx=1))
+    source.send(store(1, group_idx=1, kind="mamba"), removed_blocks([2], Tier.DEVICE, group_idx=1))
     assert source.device() == 1
 
 
@@ -281,7 +280,7 @@ CHAIN = (store(2, parent=1), store(3, parent=2), store(4, parent=3, cache_salt="
         pytest.param((SALTED, OF_THE_HOST), {2: "s"}, id="its parent's on the device"),
         pytest.param((SALTED, *ON_DISK), {2: "t"}, id="its own tier knows it best"),
         pytest.param(
-            (SALTED, BlockRemoved([1], Tier.DEVICE), OF_THE_HOST), {2: None}, id="parent removed"
+            (SALTED, removed_blocks([1], Tier.DEVICE), OF_THE_HOST), {2: None}, id="parent removed"
         ),
         pytest.param((SALTED, AllBlocksCleared(), OF_THE_HOST), {2: None}, id="rank cleared"),
     ],
@@ -315,7 +314,7 @@ def test_a_recovered_index_knows_no_salts_and_its_unsalted_children_match_nobody
     recovered.send(store(2, parent=1))
     assert recovered.device() == 2
     assert (matched(salted), matched(plain)) == (1, 0)
-    recovered.send(BlockRemoved([2], Tier.DEVICE), store(1, blocks=2, cache_salt="s"))
+    recovered.send(removed_blocks([2], Tier.DEVICE), store(1, blocks=2, cache_salt="s"))
     assert (matched(salted), matched(plain)) == (2, 0)
 
 
@@ -365,7 +364,7 @@ def test_sources_that_name_one_rank_keep_their_own_blocks() -> None:
 
     for again in range(3):
         for at, tokens in enumerate(prompts):
-            tell(at, BlockStored([1], None, tokens, 2, Tier.DEVICE))
+            tell(at, stored_blocks([1], None, tokens, 2, Tier.DEVICE))
         assert held() == (1, 1)
         assert index.blocks(7, 0, Tier.DEVICE) == 2
         assert second.stray_events == 1
@@ -386,7 +385,7 @@ def test_what_was_copied_for_a_rank_that_another_source_names_is_replaced() -> N
     index = KvIndex(2)
     index.store(7, 5, Tier.DEVICE, None, [9], b"12345678")
     index.learn((7, 5)).is_tentative = True
-    KvIngest(index, 7, 0).apply(EventBatch(5, [BlockRemoved([1], Tier.DEVICE)], []))
+    KvIngest(index, 7, 0).apply(EventBatch(5, [removed_blocks([1], Tier.DEVICE)], []))
     assert index.is_empty
 
 
@@ -402,7 +401,7 @@ def test_ranks_beyond_the_limit_are_not_indexed(
 
 def test_counts_add_up() -> None:
     first, second = Source(), Source()
-    first.send(store(1), BlockRemoved([1], Tier.DEVICE), store(2, tier=None))
+    first.send(store(1), removed_blocks([1], Tier.DEVICE), store(2, tier=None))
     unread = [SkippedEvent("stored", "malformed", each) for each in "xy"]
     first.ingest.apply(EventBatch(None, [], unread))
     second.send(store(1, blocks=2), AllBlocksCleared(), store(2, tier=None))
@@ -432,21 +431,9 @@ def test_whoever_predicts_hears_which_ranks_an_engine_emptied() -> None:
     emptied: list[tuple[int, int]] = []
     ingest = KvIngest(KvIndex(4), 7, 0, lambda *rank: emptied.append(rank))
     for dp_rank in (0, 3):
-        stored = BlockStored([1], None, [1, 2, 3, 4], 4, Tier.DEVICE)
+        stored = stored_blocks([1], None, [1, 2, 3, 4], 4, Tier.DEVICE)
         ingest.apply(EventBatch(dp_rank, [stored], []))
     ingest.apply(EventBatch(3, [AllBlocksCleared()], []))
     assert (emptied, ingest.dp_ranks) == ([(7, 3)], {0, 3})
     ingest.clear()
     assert sorted(emptied[1:]) == [(7, 0), (7, 3)]
-
-
-def test_packed_events_that_cannot_count_are_skipped() -> None:
-    ingest, name = KvIngest(KvIndex(2), 1, 0), pack("<Q", 5)
-    nothing = PackedStored(b"", None, b"", 2, Tier.DEVICE)
-    gone = [PackedRemoved(name, Tier.DEVICE, kind="mamba"), PackedRemoved(name, None)]
-    ingest.apply(EventBatch(None, [nothing, *gone], []))
-    assert ingest.counts.skipped == {
-        ("stored", "empty"): 1,
-        ("removed", "other_kind"): 1,
-        ("removed", "unknown_medium"): 1,
-    }

@@ -15,14 +15,12 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.out_of_turn import Delivery, Turn
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     Event,
     EventBatch,
     EventPart,
-    PackedRemoved,
     Tier,
 )
+from tests.support.kv_records import removed_blocks, stored_blocks
 
 CPU = Tier.HOST_PINNED
 
@@ -55,15 +53,15 @@ class Source:
 
 
 def stored(block: int, parent: int | None = None, tier: Tier = Tier.DEVICE, **more: Any) -> Event:
-    return BlockStored([block], parent, [block, block], 2, tier, **more)
+    return stored_blocks([block], parent, [block, block], 2, tier, **more)
 
 
 def removed(*blocks: int, tier: Tier = Tier.DEVICE, **more: Any) -> Event:
-    return BlockRemoved([*blocks], tier, **more)
+    return removed_blocks(blocks, tier, **more)
 
 
 PARTS = [stored(block, block - 1, part=EventPart(block - 1)) for block in (2, 3, 4)]
-HASH_ALONE = BlockStored([1], None, [], 0, CPU)
+HASH_ALONE = stored_blocks([1], None, [], 0, CPU)
 KIND: dict[str, Any] = {"group_idx": 1, "kind": "full_attention"}
 
 
@@ -91,18 +89,12 @@ KIND: dict[str, Any] = {"group_idx": 1, "kind": "full_attention"}
         pytest.param(
             stored(1, **KIND), (removed(1, group_idx=1),), [], [], id="a removal of such a group"
         ),
-        pytest.param(
-            stored(1, **KIND),
-            (PackedRemoved((1).to_bytes(8, "little"), Tier.DEVICE, 1),),
-            *([], []),
-            id="a removal of such a group, packed",
-        ),
         pytest.param(AllBlocksCleared(), (stored(1),), [1], [], id="a clear"),
         pytest.param(
             stored(1), (stored(5), stored(2, 1), stored(6)), [1, 2, 5, 6], [], id="one of several"
         ),
         pytest.param(
-            BlockStored([1, 2, 3], None, [1] * 6, 2, Tier.DEVICE),
+            stored_blocks([1, 2, 3], None, [1] * 6, 2, Tier.DEVICE),
             (removed(3), removed(2)),
             *([1], []),
             id="removals of a chain",

@@ -210,6 +210,12 @@ def test_a_block_held_under_another_successor_is_no_hit_where_prompts_are_hashed
     assert not engine.ingest.is_mismatched
 
 
+def test_a_token_behind_a_block_must_be_one() -> None:
+    engine = Engine(is_eagle=True)
+    engine.send(lookahead([100], P, 2**32))
+    assert engine.skipped == {("stored", "bad_tokens"): 1}
+
+
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_an_engine_that_looks_ahead_otherwise_than_prompts_is_mismatched(is_packed: bool) -> None:
     plain = Engine(is_packed, is_eagle=True)
