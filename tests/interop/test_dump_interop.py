@@ -306,6 +306,7 @@ def test_we_recover_what_the_reference_dumps(python: Path, module: str, engines:
             wait_until(lambda: not is_recovering(service), "recovery is over")
             assert dumped(service) == dumped(peer)
             service.register(engines)
+            wait_until(lambda: is_replayed(service), "a replay has replaced what was copied")
             assert_same_answers(peer, service, engines.prompts())
 
 
@@ -315,6 +316,13 @@ def test_we_recover_what_we_dump(told: Selector, engines: Engines) -> None:
         assert ask(service.port, "GET", "/dump") == ask(told.port, "GET", "/dump")
         service.register(engines)
         assert_same_answers(told, service, engines.prompts())
+
+
+def is_replayed(service: Selector) -> bool:
+    """Whether each engine that has a replay has told all that it keeps."""
+    sources = ask(service.port, "GET", "/kv_sources")[1]
+    asked = [each for each in sources if each["replay_endpoint"]]
+    return all(each["replayed_batches"] and each["state"] in ("live", "idle") for each in asked)
 
 
 def is_recovering(service: Service) -> bool:
