@@ -55,20 +55,6 @@ def test_a_worker_that_fails_everything_is_ejected_and_the_other_serves() -> Non
             assert set(turns) == {well.url}
 
 
-def test_a_request_that_two_workers_fail_is_not_given_to_a_third() -> None:
-    """By a status or, in a stream, by its first event."""
-    with ExitStack() as running:
-        workers = [running.enter_context(OpenAiWorker()) for _ in range(3)]
-        gateway = running.enter_context(RunningGateway(*(each.url for each in workers), knows=3))
-        answer = gateway.chat(TEXT, fake={"status": 500})
-        assert (answer.status, answer.json()["error"]["code"]) == (500, 500)
-        answer = gateway.chat(TEXT, stream=True, fake={"opens_with": 500})
-        assert (answer.status, answer.body.count(b"EngineCore died")) == (200, 1)
-        asked = sum("POST /v1/chat" in x["line"] for w in workers for x in w.seen()["requests"])
-        assert asked == 4
-        gateway.wait_until_free()
-
-
 def test_an_answer_that_does_not_begin_in_time_is_a_504_and_its_worker_is_let_go() -> None:
     flags = ("--request-timeout-secs", "0.2")
     with OpenAiWorker() as worker, RunningGateway(worker.url, *flags, knows=1) as gateway:

@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import socket
-from collections import Counter
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,13 +28,6 @@ def chat_body(text: str, **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": messages, "max_tokens": 4, **fields}).encode()
 
 
-def exchange(gateway: RunningGateway, sent: bytes) -> bytes:
-    """All that comes on a connection until the gateway ends it."""
-    with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
-        connection.sendall(sent)
-        return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -52,14 +43,6 @@ def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningG
     assert gateway.metric("lean_selector_unknown_prompts_total") == before + 2
     listed = gateway.ask("GET", "/echo")
     assert "x-lean-prompt" not in listed.headers
-
-
-def test_the_client_s_request_id_goes_to_the_worker_and_back(gateway: RunningGateway) -> None:
-    answer = gateway.chat(TEXT, {"x-request-id": "mine-7"})
-    assert answer.headers["x-request-id"] == "mine-7"
-    assert answer.json()["id"] == "cmpl-mine-7"
-    ids = {gateway.chat(TEXT).headers["x-request-id"] for _ in range(3)}
-    assert len(ids) == 3
 
 
 @pytest.mark.parametrize(
@@ -125,29 +108,6 @@ def test_one_request_id_twice_at_a_time_is_two_requests(gateway: RunningGateway)
     gateway.wait_until_free()
 
 
-@pytest.mark.parametrize("mode", ["off", "tokenize"])
-def test_a_prompt_that_is_not_known_is_load_and_is_shed_like_any_other(mode: str) -> None:
-    """Of 40 blocks by its bytes, where a rank is busy above 50 (`tokenize`: 160 and 170)."""
-    text = "new " * (40 * 16)
-    blocks = "340" if mode == "tokenize" else "100"
-    flags = ("--prompts", mode, "--active-decode-blocks-threshold", "0.5")
-    with ExitStack() as held:
-        fleet = [held.enter_context(OpenAiWorker(blocks=int(blocks))) for _ in range(2)]
-        gateway = held.enter_context(RunningGateway(*(each.url for each in fleet), *flags, knows=2))
-        answers = []
-        for number in range(5):
-            body = {"model": "m", "prompt": f"{number}{text}", "stream": True, "max_tokens": 4}
-            client = socket.create_connection(("127.0.0.1", gateway.port))
-            held.enter_context(closing(client))
-            raw = json.dumps({**body, "fake": {"stall_after": 1}}).encode()
-            client.sendall(request_text("/v1/completions", raw))
-            answers.append(client.recv(65536).decode())
-        statuses = [int(each.split(" ", 2)[1]) for each in answers]
-        assert statuses == [200, 200, 200, 200, 503]
-        workers = [re.findall(r"x-lean-worker: (\S+)", each)[0] for each in answers[:4]]
-        assert sorted(Counter(workers).values()) == [2, 2]
-
-
 def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
     blob = os.urandom(300_000)
     answer = gateway.ask("POST", "/echo?a=b", raw=blob, headers={"content-type": "x/y"})
@@ -157,17 +117,6 @@ def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
     assert gateway.ask("GET", "/ready").json()["schedulable_workers"] == 2
     head = gateway.ask("HEAD", "/v1/models")
     assert (head.status, head.body) == (200, b"")
-
-
-def test_a_worker_s_own_refusal_is_passed_on_and_what_is_no_http_refused_alike(
-    gateway: RunningGateway,
-) -> None:
-    answer = gateway.chat(TEXT, fake={"status": 422})
-    assert answer.status == 422
-    assert answer.json()["error"]["message"] == "the fake refuses"
-    gateway.wait_until_free()
-    refused = exchange(gateway, b"POST / HTTP/1.1\r\n bad\r\n\r\n")
-    assert b'"type":"invalid_request_error"' in refused
 
 
 # -- leases ----------------------------------------------------------------------------------------
@@ -193,20 +142,6 @@ def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
         states = {each["endpoint"]: each["health"]["state"] for each in detail}
         assert states[workers[0].url] == "in_service"
         gateway.wait_until_free()
-
-
-def test_an_answer_passes_to_its_end_and_one_that_breaks_before_is_visibly_broken(
-    gateway: RunningGateway,
-) -> None:
-    """Also without a length or chunks."""
-    assert gateway.chat(TEXT, fake={"close": True}).json()["choices"]
-    assert gateway.chat(TEXT, stream=True, fake={"close": True}).events()
-    body = chat_body(TEXT, stream=True, max_tokens=9, fake={"break_after": 3})
-    received = exchange(gateway, request_text("/v1/chat/completions", body))
-    assert received.startswith(b"HTTP/1.1 200")
-    assert not received.endswith(b"0\r\n\r\n")
-    gateway.wait_until_free()
-    assert gateway.metric("lean_selector_gateway_broken_answers_total") >= 1
 
 
 # -- who the workers are ---------------------------------------------------------------------------
@@ -238,22 +173,6 @@ def test_each_model_goes_to_its_own_workers() -> None:
         assert sorted(each["id"] for each in listed) == ["one", "two"]
 
 
-def test_an_adapter_is_served_by_its_worker_and_when_that_fails_not_asked_of_others() -> None:
-    with (
-        OpenAiWorker(adapters=["tuned"]) as tuned,
-        OpenAiWorker() as plain,
-        RunningGateway(tuned.url, plain.url, knows=2) as gateway,
-    ):
-        for number in range(4):
-            answer = gateway.chat(f"{number} " * 100, model="tuned")
-            assert (answer.status, answer.headers["x-lean-worker"]) == (200, tuned.url)
-        tuned.kill()
-        answer = gateway.chat(TEXT, model="tuned")
-        assert answer.status == 502
-        assert tuned.url in answer.json()["error"]["message"]
-        assert gateway.chat(TEXT).headers["x-lean-worker"] == plain.url
-
-
 def test_a_session_stays_where_it_is_and_moves_when_that_worker_is_gone() -> None:
     flags = ("--prompts", "off", "--session-affinity-ttl-secs", "60")
     names: dict[str, object] = {"session_id": "s", "metadata": {"user_id": "u"}}
@@ -276,17 +195,6 @@ def test_a_session_stays_where_it_is_and_moves_when_that_worker_is_gone() -> Non
         assert served(4) == {one.url, other.url} - where
         assert gateway.metric("lean_selector_session_bookings_total") > 0
         gateway.wait_until_free()
-
-
-def test_an_engine_that_tells_no_source_of_events_is_warned_of_and_heard_once_it_is_named() -> None:
-    with OpenAiWorker(tells_events=False) as worker:
-        with RunningGateway(worker.url, knows=1) as gateway:
-            [line] = [line for line in gateway.log().splitlines() if "events_port" in line]
-            assert " WARNING " in line
-        told = json.dumps({"events_port": worker.events_port, "replay_port": worker.replay_port})
-        with RunningGateway(worker.url, "--discover-defaults", told, knows=1) as gateway:
-            assert len(gateway.api("GET", "/kv_sources")) == 1
-            assert "WARNING lean_selector.discovery" not in gateway.log()
 
 
 def test_workers_over_https_with_a_token_of_a_file(tmp_path: Path) -> None:

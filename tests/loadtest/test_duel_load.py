@@ -1,7 +1,6 @@
-"""What drives and starts the services in the comparison, and what the system says of them."""
+"""What drives the services in the comparison, and the ports that it gives them."""
 
 import json
-import os
 import shutil
 import socket
 import subprocess
@@ -13,11 +12,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from lean_selector.tools.service_process import ServiceError
-from loadtest.child_service import KEPT, PORTS, ROOT, cpu_ns, free_port
+from loadtest.child_service import KEPT, PORTS, ROOT, free_port
 from loadtest.duel.results import RequestFile, closed_load, open_load
-from loadtest.duel.targets import reference
-from loadtest.http_client import Malformed, answer_at, http
+from loadtest.http_client import http
 from tests.support.running_service import RunningService
 
 HEALTH = http("GET", "/health")
@@ -27,20 +24,6 @@ from loadtest.child_service import free_port
 print(*(free_port() for _ in range({KEPT})), flush=True)
 input()  # and keeps them
 """
-
-
-# -- the client ------------------------------------------------------------------------------------
-
-
-def test_an_answer_is_taken_where_it_begins_and_only_when_it_is_whole() -> None:
-    assert answer_at(OK + OK, len(OK)) == (200, 2 * len(OK) - 15, 2 * len(OK))
-    assert all(answer_at(OK[:cut], 0) is None for cut in range(len(OK)))
-
-
-@pytest.mark.parametrize("broken", [b"X" + OK, OK.replace(b"length", b"lenght"), OK[5:]])
-def test_what_begins_no_answer_is_malformed(broken: bytes) -> None:
-    with pytest.raises(Malformed):
-        answer_at(broken, 0)
 
 
 @pytest.fixture(scope="module")
@@ -109,42 +92,6 @@ def test_a_request_that_had_to_wait_for_a_stalled_service_counts_from_when_it_wa
     # free were sent only then, and are charged with the time that they waited all the same.
     assert load.requests == 200
     assert min(load.latencies_us) >= (stall_s - 0.2) * 1e6 * 0.5
-
-
-def test_a_service_that_closes_is_a_readable_failure() -> None:
-    def hang_up(connections: list[socket.socket]) -> None:
-        for connection in connections:
-            connection.close()
-
-    with (
-        accepting(hang_up) as port,
-        RequestFile([HEALTH]) as file,
-        pytest.raises(ServiceError, match=r"closed a connection|reset|Broken pipe"),
-    ):
-        open_load(port, file, 100.0, 10)
-
-
-def test_cpu_time_of_a_process_grows_with_its_work_and_ends_with_it() -> None:
-    before = cpu_ns(os.getpid())
-    until = time.thread_time() + 0.02
-    while time.thread_time() < until:
-        pass
-    assert cpu_ns(os.getpid()) - before >= 20_000_000
-    if (pid := os.fork()) == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    with pytest.raises(ProcessLookupError):
-        cpu_ns(pid)
-
-
-def test_a_reference_is_a_version_or_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = reference("/opt/other/bin/selector --port {port}")
-    assert other.command == ["/opt/other/bin/selector", "--port", "{port}"]
-    assert other.name == "selector"
-    monkeypatch.setenv("LEAN_SELECTOR_REFERENCE_123", "/opt/r/bin/python")
-    assert reference("1.2.3").command[0] == "/opt/r/bin/python"
-    with pytest.raises(ServiceError, match=r"\{port\}"):
-        reference("selector --port 1")
 
 
 def test_no_two_runs_get_the_same_port_though_neither_has_bound_it() -> None:

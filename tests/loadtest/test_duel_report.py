@@ -1,10 +1,7 @@
 """The figures of the comparison: medians, ratios, the targets and tables."""
 
-import json
-
 import pytest
 
-from lean_selector.tools.service_process import ServiceError
 from loadtest.duel import index, report
 from loadtest.duel.report import ROWS, verdicts
 from loadtest.duel.results import Results
@@ -12,7 +9,6 @@ from loadtest.duel.stages import Plan, stages
 
 OURS, OTHER_FORM = "ours compiled", "ours pure"
 SELECT = "select, 8 blocks, 16 workers"
-LARGE = "select, 8 blocks, 512 workers"
 OWN_RATIO = "own CPU at 512 workers over own at 16"
 
 
@@ -51,37 +47,6 @@ def test_medians_ratios_and_verdicts_of_each_form_beside_each_reference(results:
     assert "- machine: m" in text
 
 
-def test_ratios_of_two_cases_of_ours_or_of_two_bodies(results: Results) -> None:
-    results.add(report.MSGPACK, OURS, cpu_us=5.0)
-    results.add("select, trace prompts at 16, 16 workers", "ref 1", cpu_us=50.0)
-    msgpack = "CPU, msgpack body over the reference's JSON, trace prompts"
-    assert judged(results, msgpack)[0][0] == 0.1
-    results.add(LARGE, OURS, cpu_us=18.0)
-    assert judged(results, OWN_RATIO)[0][0] == 2.0
-
-
-def test_what_it_costs_to_refuse_is_no_figure(results: Results) -> None:
-    results.add(SELECT, "ref 1", 128, cpu_us=1.0)
-    results.add(LARGE, OURS, 1, cpu_us=18.0)
-    assert results.value(SELECT, "ref 1", "cpu_us") == 20.0
-    assert results.value(LARGE, OURS, "cpu_us") is None
-    assert [note.partition(":")[0] for note in results.notes] == [SELECT, LARGE]
-
-
-@pytest.mark.parametrize("error", [ServiceError("r: 422"), OSError("r: 422"), ValueError("r: 422")])
-def test_what_fails_ends_its_own_cases_alone(results: Results, error: Exception) -> None:
-    missing = "lifecycle, 8 blocks, 16 workers"
-    for _ in range(2):  # as in two rounds
-        with results.keep([SELECT, missing]):
-            raise error
-    assert results.failures == ["r: 422"]
-    assert results.skipped == {missing: "skipped: r: 422"}
-    assert results.notes == [f"{SELECT}: not all rounds: r: 422"]
-    assert results.value(SELECT, OURS, "cpu_us") == 9.0
-    with pytest.raises(KeyError), results.keep([SELECT]):
-        raise KeyError
-
-
 def test_targets_are_of_names_of_cases_that_are_run() -> None:
     names = {name for stage in stages(Plan([], None)) for name in stage.names()}
     results = Results([OURS, OTHER_FORM], ["ref"])
@@ -100,10 +65,3 @@ def test_no_stage_uses_more_prompts_than_the_published_trace_has() -> None:
     for stage in stages(plan):
         used = sum(case.prompts * plan.rounds for case in stage.cases if case.blocks is None)
         assert used <= 12_031 - 1_000  # of which the engines hold the first 600 to 900
-
-
-def test_json_has_every_round(results: Results) -> None:
-    found = json.loads(report.as_json(results, {"machine": "m"}))
-    assert found["results"]["rounds"][SELECT][OURS]["cpu_us"] == [9.0, 50.0, 8.0]
-    assert found["about"] == {"machine": "m"}
-    assert len(found["targets"]) == len(ROWS)

@@ -94,21 +94,3 @@ def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
         found = failures_by_route(run)
         assert found == dict.fromkeys(SLOT_TRACKER_ROUTES, 0)
         assert service.get("/workers") == (200, [])
-
-
-def test_workers_that_the_service_has_of_the_model_are_used() -> None:
-    with RunningService("--use-kv-events", "false") as service:
-        before = add_workers(service)
-        host = f"http://127.0.0.1:{service.port}"
-        flags = ("--host", host, "-u", "2", "--model-name", "production")
-        run = locust("SelectionUser", *flags, until=each_answers(service, {"/select"}))
-        assert not any(failures_by_route(run).values())
-        warning = "warning: model production already has 16 workers"
-        assert warning in run.stdout + run.stderr
-        assert service.get("/workers") == before
-
-
-def test_a_service_that_is_not_there_is_told_in_one_line() -> None:
-    run = locust("SelectionUser", "--host", "http://127.0.0.1:9", "-u", "1", "-t", "60s")
-    assert run.returncode == 1
-    assert "locustfile: http://127.0.0.1:9: " in run.stdout

@@ -10,10 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector import __version__
-from lean_selector.build_info import PURE, form
-from loadtest.duel.results import FAILURES
-from loadtest.versus import measure, parse
 from tests.support.running_service import wait_until
 
 LIMIT_S = 240.0
@@ -52,27 +48,3 @@ def test_no_process_outlives_it_however_it_ends(sign: signal.Signals, tmp_path: 
     if sign != signal.SIGKILL:
         assert status == 1
         assert words.endswith("versus: interrupted\n")
-
-
-OTHER_FORM = f"{sys.executable} has lean-selector {__version__} {PURE}, where it should"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--reference", "/no/such {port}"], "such: cannot start /no/such: "),
-        (["--compiled", "/no/such"], "cannot start /no/such: "),
-        (["--compiled", "/bin/false"], "/bin/false has no lean-selector: "),
-        (["--compiled", sys.executable], OTHER_FORM),
-        (["--trace", "/no/such"], "cannot read the trace: "),
-    ],
-)
-def test_what_cannot_be_measured_at_all_is_told(
-    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if words == OTHER_FORM and form() != PURE:
-        pytest.skip("this one has it")
-    monkeypatch.delenv("LEAN_SELECTOR_TRACE", raising=False)
-    with pytest.raises(FAILURES) as failed:
-        measure(parse(["--quick", "--reference", OURSELVES, "--cases", SELECT, *flags]))
-    assert str(failed.value).startswith(words)

@@ -381,7 +381,7 @@ def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None
 
 def test_nginx_with_njs_tells_the_rank_to_the_worker_that_was_booked_only(tmp_path: Path) -> None:
     with Fleet(tmp_path, "nginx-njs", "unix") as fleet:
-        fleet.ask(chat("hello", fake={"break_after": 0}))  # every worker breaks off
+        fleet.ask(chat("hello", fake={"breaks": True}))  # every worker breaks off
         seen = [each for worker in fleet.workers for each in worker.seen()["requests"]]
         asked = [each["headers"] for each in seen if "completions " in each["line"]]
         ranks = sorted(headers.get("x-data-parallel-rank", "") for headers in asked)

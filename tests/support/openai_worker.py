@@ -10,11 +10,9 @@ byte of the rendered prompt, so whoever has the text can tell the tokens.
 
 In a request, the field `fake` asks for odd manners:
     status         answer with this status and OpenAI's error
-    opens_with     answer 200, and a stream whose first event is an error with this code
-    break_after    cut the connection after so many tokens; 0: before the head
+    breaks         cut the connection before the head
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
-    close          no length and no chunks: the end of the connection is the end of the answer
 """
 
 import asyncio
@@ -27,7 +25,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -46,14 +43,12 @@ BLOCK_SIZE = 16
 DEFAULT_MAX_TOKENS = 16
 PREFILL_TOKENS_PER_S = 200_000.0
 OPTIONS: dict[str, Any] = {
-    **{"adapters": [], "blocks": 2_000, "tokens_per_s": 2_000.0, "version": None},
-    **{"tells_events": True, "replays": True, "renders": True},
-    **{"fails": None, "certificate": None, "ledger": None},
+    **{"blocks": 2_000, "tokens_per_s": 2_000.0, "version": None},
+    **{"replays": True, "renders": True, "fails": None, "certificate": None},
 }
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
 POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score")
-GENERATING = (*COMPLETIONS, *POOLED)
 ASKED_FIRST = ("/v1/models", "/metrics", "/kv_event_sources", "/health", "/fake/seen")
 
 
@@ -95,9 +90,7 @@ class OpenAiWorker:
 
     def __init__(self, model: str = MODEL, **options: Any) -> None:
         """`options`: instead of those in OPTIONS. `fails`: the status of all answers but
-        ASKED_FIRST. `certificate`: PEM of a chain and its key, for HTTPS. `ledger`: a file, perhaps
-        of several workers, to which the id of each request is added that was read whole: it
-        outlives them."""
+        ASKED_FIRST. `certificate`: PEM of a chain and its key, for HTTPS."""
         assert options.keys() <= OPTIONS.keys()
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
         ports = {
@@ -170,10 +163,6 @@ class _Refused(Exception):
         self.status = status
 
 
-class _Cut(Exception):
-    """The fake was asked to cut the connection."""
-
-
 class _Worker:
     def __init__(self, options: SimpleNamespace) -> None:
         self.options = options
@@ -194,7 +183,7 @@ class _Worker:
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         try:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError, _Cut):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 while await self._one_request(reader, writer):
                     pass
         finally:
@@ -214,8 +203,6 @@ class _Worker:
             seen = {"line": head[0], "headers": headers, "body": raw.decode(errors="replace")}
             self.requests.append(seen)
             del self.requests[:-2_000]
-        if self.options.ledger is not None and method == "POST" and path in GENERATING:
-            self._enter(headers["x-request-id"])
         # A client that goes away is noticed by reading: it sends nothing before its answer.
         gone = asyncio.create_task(reader.read(1))
         answer = asyncio.create_task(self._answer(method, path, headers, raw, writer))
@@ -230,10 +217,6 @@ class _Worker:
             for task in (gone, answer):
                 task.cancel()
             await asyncio.gather(gone, answer, return_exceptions=True)
-
-    def _enter(self, request_id: str) -> None:
-        with Path(self.options.ledger).open("ab", buffering=0) as ledger:
-            ledger.write(f"{request_id} {self.options.port}\n".encode())
 
     async def _answer(
         self,
@@ -264,26 +247,17 @@ class _Worker:
             body = json.loads(raw)
         except ValueError as error:
             raise _Refused(400, f"invalid JSON: {error}") from None
-        if body.get("model", self.options.model) not in self.names():
+        if body.get("model", self.options.model) != self.options.model:
             raise _Refused(404, f"The model `{body['model']}` does not exist.")
         assert isinstance(body, dict)
         return body
-
-    def names(self) -> list[str]:
-        return [self.options.model, *self.options.adapters]
 
     def _plain(self, method: str, path: str, raw: bytes) -> tuple[int, str, bytes]:
         """Status, content type and body of what is answered at once."""
         options = self.options
         if path == "/v1/models":
-            rows = [
-                {"id": name, "object": "model", "owned_by": "vllm", "parent": parent}
-                for name, parent in [
-                    (options.model, None),
-                    *((adapter, options.model) for adapter in options.adapters),
-                ]
-            ]
-            return 200, "application/json", _json({"object": "list", "data": rows})
+            row = {"id": options.model, "object": "model", "owned_by": "vllm", "parent": None}
+            return 200, "application/json", _json({"object": "list", "data": [row]})
         if path == "/metrics":
             text = (
                 f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",engine="0",'
@@ -292,7 +266,7 @@ class _Worker:
             return 200, "text/plain", text.encode()
         if path == "/version" and options.version is not None:
             return 200, "application/json", _json({"version": options.version})
-        if path == "/kv_event_sources" and options.tells_events:
+        if path == "/kv_event_sources":
             source = {
                 "data_parallel_rank": 0,
                 "endpoint": f"tcp://*:{options.events_port}",
@@ -365,7 +339,7 @@ class _Completion:
     async def run(self) -> bool:
         if "status" in self.fake:
             raise _Refused(self.fake["status"], "the fake refuses")
-        if self.fake.get("break_after") == 0:
+        if self.fake.get("breaks"):
             return False
         size = BLOCK_SIZE
         tokens = self.prompt + self.output
@@ -412,8 +386,6 @@ class _Completion:
         for number, token in enumerate(self.output):
             if number == self.fake.get("stall_after"):
                 await asyncio.Event().wait()
-            if number == self.fake.get("break_after"):
-                raise _Cut
             await asyncio.sleep(pause_s)
             yield token
             if (at + number + 1) % size == 0:
@@ -464,38 +436,24 @@ class _Completion:
 
     async def _whole(self) -> bool:
         answer = self._whole_frame()
-        if self.fake.get("close"):
-            await _write(self.writer, _head(200, "application/json", None) + answer)
-            return False
         await _write(self.writer, _head(200, "application/json", len(answer)) + answer)
         return True
 
     async def _stream(self, running: RunningRequest) -> bool:
-        is_framed = not self.fake.get("close")
-        framing = "transfer-encoding: chunked\r\n" if is_framed else "connection: close\r\n"
         head = (
-            "HTTP/1.1 200 OK\r\nserver: fake\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
-            f"{framing}\r\n"
+            b"HTTP/1.1 200 OK\r\nserver: fake\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
         )
-        await _write(self.writer, head.encode())
+        await _write(self.writer, head)
 
         async def event(text: bytes, name: str | None = None) -> None:
             named = b"" if name is None else b"event: %b\n" % name.encode()
             data = b"%bdata: %b\n\n" % (named, text)
-            await _write(self.writer, b"%x\r\n%b\r\n" % (len(data), data) if is_framed else data)
+            await _write(self.writer, b"%x\r\n%b\r\n" % (len(data), data))
 
-        if code := self.fake.get("opens_with"):
-            await self._error_event(event, code)
-        else:
-            await self._events(running, event)
-        if is_framed:
-            await _write(self.writer, b"0\r\n\r\n")
-        return is_framed
-
-    async def _error_event(self, event: Any, code: int) -> None:
-        told = {"message": "EngineCore died", "type": "InternalServerError", "param": None}
-        await event(json.dumps({"error": {**told, "code": code}}).encode())  # spaced, as vLLM's
-        await event(b"[DONE]")
+        await self._events(running, event)
+        await _write(self.writer, b"0\r\n\r\n")
+        return True
 
     async def _events(self, running: RunningRequest, event: Any) -> None:
         ids: dict[str, Any] = {"prompt_token_ids": self._prompt_ids}
@@ -537,11 +495,6 @@ class _Message(_Completion):
     def _whole_frame(self) -> bytes:
         content = [{"type": "text", "text": self._text()}]
         return _json(self._message(content=content, stop_reason="max_tokens", usage=self._used()))
-
-    async def _error_event(self, event: Any, code: int) -> None:
-        kind = "api_error" if code == 500 else "invalid_request_error"
-        error = {"type": kind, "message": "EngineCore died"}
-        await event(_json({"type": "error", "error": error}), "error")
 
     async def _events(self, running: RunningRequest, event: Any) -> None:
         async def send(name: str, **fields: Any) -> None:
@@ -617,11 +570,10 @@ def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _head(status: int, content_type: str, length: int | None) -> bytes:
-    framing = "connection: close" if length is None else f"content-length: {length}"
+def _head(status: int, content_type: str, length: int) -> bytes:
     return (
         f"HTTP/1.1 {status} Fake\r\nserver: fake\r\ncontent-type: {content_type}\r\n"
-        f"{framing}\r\n\r\n"
+        f"content-length: {length}\r\n\r\n"
     ).encode()
 
 
