@@ -194,6 +194,12 @@ WITH_REPLAY = {
     "a clear in a replay without early batches leaves nothing missing": (
         f"{NEW} replay 0 1; clear; lag=0; replay 2; turn=IN_ORDER; end; state=live complete_to=2"
     ),
+    "a replay that fails after a clear leaves nothing missing either": (
+        f"{NEW} replay 0 1; clear; fail; live 2; turn=IN_ORDER"
+    ),
+    "after a replay that stops on the way, a batch in order settles nothing": (
+        f"{ASKED} replay 1-3: I A A; fail; live 5; is_settled=False"
+    ),
     "where a replay replaces all blocks, what came early comes late": (
         f"{NEW} live 3 5; supersede; lag=6; replay 0-3; turn=LATE; replay 4 5; turn=LATE;"
         "replay 6; turn=IN_ORDER; end; state=live lost=0"

@@ -71,6 +71,26 @@ def test_of_the_groups_reports_the_first_counts(
         leading = model.report(group, kind, names)
         found = reports.leading(group, kind, packed(names))
         assert found == packed(leading if group in model.known else names)
+        unequal = [
+            len({counts[each] for each in model.known}) > 1 for counts in model.counts.values()
+        ]
+        assert reports.unequal == sum(unequal)
+
+
+def test_what_is_known_is_copied_also_before_another_group_shows() -> None:
+    reports = GroupReports()
+    reports.leading(0, 1, packed([1]))
+    reports.join(0)
+    reports.leading(0, 0, packed([1]))
+    assert (reports.only, reports.unequal) == (-1, 0)
+    copied = GroupReports()
+    copied.restore(reports.state())
+    assert copied.only == -1
+    copied.join(1)
+    assert [copied.is_following(1, kind, packed([1])) for kind in (0, 1)] == [True, True]
+    both = GroupReports()
+    both.restore(copied.state())
+    assert both.only == -1
 
 
 def test_a_group_that_is_alone_for_long_need_not_be_asked_for(

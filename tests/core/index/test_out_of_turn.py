@@ -136,14 +136,16 @@ def test_each_removal_that_is_owed_takes_one_copy() -> None:
     source.send(Turn.EARLY, 2, removed(1, 1))
     source.send(Turn.LATE, 1, stored(1), stored(1), stored(1))
     assert source.held() == [1]
+    assert not len(source.left)
 
 
 def test_a_clear_that_comes_late_ends_what_was_owed_before_the_rest_of_its_batch() -> None:
     source = Source()
-    source.send(Turn.EARLY, 3, removed(1))
+    source.send(Turn.EARLY, 3, removed(1), removed(1, tier=CPU))
     delivery = Delivery(1, Turn.LATE, is_copied=False)
-    source.ingest.apply(EventBatch(0, [AllBlocksCleared(), stored(1)], []), delivery)
-    assert source.held() == [1]
+    events = [AllBlocksCleared(), stored(1), stored(1, tier=CPU)]
+    source.ingest.apply(EventBatch(0, events, []), delivery)
+    assert (source.held(), source.held(CPU)) == ([1], [1])
 
 
 def test_a_clear_of_another_rank_leaves_what_is_owed() -> None:
