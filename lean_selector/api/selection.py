@@ -409,7 +409,7 @@ class SelectionService(WorkerHandlers):
             )
         partition = self.selector.catalog.ready_partition(*key)
         try:
-            booked = self.selector.bookings.replay(partition, cached, reservation_id, now)
+            booked = self.selector.reservations.replay(partition, cached, reservation_id, now)
         except BadRequest:  # its session is bound elsewhere
             selections.use_up(key, selection_id)
             raise
@@ -436,7 +436,7 @@ class SelectionService(WorkerHandlers):
         prompt = prompt_to_book(
             body, partition.block_size, partition.is_eagle, is_learned=is_learned
         )
-        return self.selector.bookings.reserve(
+        return self.selector.reservations.reserve(
             partition,
             reservation_id,
             worker_id,

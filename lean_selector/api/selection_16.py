@@ -119,7 +119,7 @@ class SelectionService16(SelectionService):
         assert isinstance(body, SelectAndReserveRequest16)
         selection_id = str(uuid.uuid4()) if body.selection_id is None else body.selection_id
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
-        self.selector.bookings.check_unclaimed(selection_id, partition)
+        self.selector.reservations.check_unclaimed(selection_id, partition)
         request = self._request(partition, body)
         request.adds |= OUTLOOK | HINT
         request.books = True
@@ -197,7 +197,7 @@ class SelectionService16(SelectionService):
             body, partition.block_size, partition.is_eagle, is_learned=is_learned
         )
         prompt = self._reused_or_not(prompt, body.router_config_override)
-        booked = self.selector.bookings.reserve(
+        booked = self.selector.reservations.reserve(
             partition,
             selection_id,
             worker_id,

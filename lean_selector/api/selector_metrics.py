@@ -18,11 +18,11 @@ from lean_selector.api.exposition import (
 from lean_selector.api.metrics import WORKERS, load_families, scope_labels
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
-from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
+from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, ROUTE, SELECT, SELECT_AND_RESERVE
 from lean_selector.core.sessions.shapes import SessionVerdict

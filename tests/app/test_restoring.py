@@ -118,7 +118,7 @@ def test_a_restored_id_is_taken_and_can_be_ended(tmp_path: Path) -> None:
     after = Kept(tmp_path)
     after.restore(30.0)
     partition = after.selector.catalog.partitions[SCOPE]
-    assert after.selector.bookings.local_holder("ours") is partition
+    assert after.selector.reservations.local_holder("ours") is partition
     after.selector.reservations.free("ours", 31.0)
     assert after.driven.told == [("freed", "ours")]
     assert list(partition.slots.reservations) == ["theirs"]
@@ -131,7 +131,9 @@ def test_an_id_is_ours_once_in_the_process(tmp_path: Path) -> None:
     live = LiveBooking("n", "default", 4, 0, Booking("ours", 3, 0), b"", False, 1.0)
     assert not restore_booking(kept.selector, live, None)
     assert restore_booking(kept.selector, live, 99)  # a peer's copy may have it
-    assert kept.selector.bookings.local_holder("ours") is kept.selector.catalog.partitions[SCOPE]
+    assert (
+        kept.selector.reservations.local_holder("ours") is kept.selector.catalog.partitions[SCOPE]
+    )
 
 
 def test_reservations_keep_their_age(tmp_path: Path) -> None:

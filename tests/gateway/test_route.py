@@ -328,7 +328,7 @@ async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_
     prompt = Prompt(40, b"12345678", 1, b"87654321", b"87654321")
     booking = Booking("first", 7, 0, None, True, 40, None, None)
     partition = door.selector.catalog.ready_partition("m", "default")
-    door.selector.bookings.book(partition, booking, prompt, NOW)
+    door.selector.reservations.book(partition, booking, prompt, NOW)
     pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
     await door.parks(2)
     assert [answer_of(each) for each in pending] == [None, None]

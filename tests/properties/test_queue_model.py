@@ -179,7 +179,9 @@ class QueueMachine(RuleBasedStateMachine):
         )
         assert placement.effective_prefill_tokens == prefill
         if request.books:
-            self.model.bookings.reserve(partition, name, *key, request.prompt, prefill, self.now)
+            self.model.reservations.reserve(
+                partition, name, *key, request.prompt, prefill, self.now
+            )
 
     def let_go(self) -> None:
         """Every one of those who wait, in order, against every rank."""
@@ -397,7 +399,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.names += 1
         prompt = prompt_of(PATH[: hashes % 4], 12)
         booked = f"r{self.names}", worker_id, dp_rank, prompt, tokens, self.now
-        self.both(lambda each: each.bookings.reserve(each.catalog.partitions[KEY], *booked))
+        self.both(lambda each: each.reservations.reserve(each.catalog.partitions[KEY], *booked))
 
     @rule(worker_id=worker_ids, dp_rank=dp_ranks, tokens=st.integers(1, 12))
     def hear_of_a_copy(self, worker_id: int, dp_rank: int, tokens: int) -> None:

@@ -172,7 +172,7 @@ class SelectorMachine(RuleBasedStateMachine):
         def call() -> None:
             partition = self.selector.catalog.ready_partition(*key)
             prompt = prompt_of(hashes, 16)
-            self.selector.bookings.reserve(partition, name, *rank, prompt, prefill, self.now)
+            self.selector.reservations.reserve(partition, name, *rank, prompt, prefill, self.now)
 
         assert self.refused(call) is not possible
         if possible:

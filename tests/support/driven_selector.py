@@ -168,7 +168,7 @@ class DrivenSelector:
         """POST /reservations."""
         partition = self.selector.catalog.ready_partition(*key)
         prompt = prompt_of(hashes or [], isl_tokens)
-        self.selector.bookings.reserve(partition, name, *rank, prompt, prefill, self.now)
+        self.selector.reservations.reserve(partition, name, *rank, prompt, prefill, self.now)
 
     def placed(self, name: str) -> tuple[int, int]:
         outcome = self.answers[name]

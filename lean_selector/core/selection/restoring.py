@@ -26,10 +26,10 @@ def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False
-    request_id, bookings = live.booking.request_id, selector.bookings
+    request_id, reservations = live.booking.request_id, selector.reservations
     if router_id is not None:
         return restore(partition, live, router_id)
-    if bookings.local_holder(request_id) is not None or not restore(partition, live, None):
+    if reservations.local_holder(request_id) is not None or not restore(partition, live, None):
         return False
-    bookings.restored(partition, request_id)
+    reservations.restored(partition, request_id)
     return True

@@ -14,7 +14,6 @@ from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds
 from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.replication.ledger import Ledgers
-from lean_selector.core.selection.bookings import Bookings, SelectionCache
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.cost import base_terms, terms, under
@@ -33,6 +32,7 @@ from lean_selector.core.selection.scheduler import (
     not_busy,
     steered,
 )
+from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.shapes import (
     CachedSelection,
     Decision,
@@ -86,21 +86,20 @@ class Selector:
             settings,
             sources,
             new_partition=self._new_partition,
-            on_dropped=lambda partition, ended: self.bookings.forget_ended(partition, ended),
+            on_dropped=lambda partition, ended: self.reservations.forget_ended(partition, ended),
             on_discarded=on_discarded,
             check=check_worker,
         )
-        self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)
         self.health = WorkerHealth(self.catalog)
-        self.reservations = Reservations(self.catalog, self.ledgers, self.bookings, self.health)
+        self.reservations = Reservations(self.catalog, self.ledgers, self.health, settings.dialect)
         self._queues = QueueRules(
             self.reservations.free,
             threshold=settings.queue_threshold,
             max_wait_s=settings.queue_max_wait_s,
             call_soon=call_soon,
             call_later=call_later,
-            claimed=self.bookings.claimed if settings.dialect.claims_ids else None,
+            claimed=self.reservations.claimed if settings.dialect.claims_ids else None,
         )
         self.watch: Watch | None = None  # set while a page is open
 
@@ -193,7 +192,7 @@ class Selector:
         self, model_name: str, tenant_id: str, reservation_id: str, now: float
     ) -> None:
         """Admit queued requests, because an event from another replica may have freed capacity."""
-        self.bookings.local_holder(reservation_id)  # forgets the id if the peer freed it
+        self.reservations.local_holder(reservation_id)  # forgets the id if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
             partition.queue.admit(now)
@@ -297,9 +296,9 @@ class Selector:
                 request.session_id,
             )
             try:
-                self.bookings.book_choice(partition, choice, request.reservation_id, now)
+                self.reservations.book_choice(partition, choice, request.reservation_id, now)
             except Conflict as error:
-                raise self.bookings.not_booked(error, request.reservation_id) from None
+                raise self.reservations.not_booked(error, request.reservation_id) from None
             if terms.eviction:
                 partition.fullness.booked(load, ranks, left)
         if watch is not None and decision is not None:

@@ -3,9 +3,9 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import SelectionCacheSettings
+from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.shapes import CachedSelection
 
 KEY, OTHER = ("m", "g"), ("m", "h")

@@ -360,7 +360,7 @@ def test_an_id_whose_reservation_a_peer_freed_can_be_used_elsewhere(
     two_models.reserve("r")
     two_models.partition.slots.free("r", 0.0)
     two_models.selector.load_changed("default", "default", "r", 0.0)
-    assert not two_models.selector.bookings  # the id takes no memory after its end
+    assert not two_models.selector.reservations  # the id takes no memory after its end
     two_models.reserve("r", (2, 0), key=("m", "default"))
 
 
@@ -411,7 +411,7 @@ def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> N
 
     def refusal(worker_id: int, dp_rank: int, prefill: int) -> tuple[int, str]:
         with pytest.raises(SelectorError) as caught:
-            two_models.selector.bookings.reserve(
+            two_models.selector.reservations.reserve(
                 partition, "live", worker_id, dp_rank, prompt_of([], 16), prefill, 0.0
             )
         return caught.value.status, caught.value.message
