@@ -347,7 +347,7 @@ def session_families(
             held = sessions.held
             yield from each(text, "state", {"held": held, "idle": len(sessions) - held})
 
-    def bookings() -> Iterator[Sample]:
+    def reservations() -> Iterator[Sample]:
         for text, sessions in tables():
             counts = sessions.counts
             for result in ("followed", "bound", "moved", "refused", "unbound"):
@@ -360,7 +360,7 @@ def session_families(
     return table({
         "sessions": (bound,
             "Sessions bound to a rank: with a live reservation here (held), or without (idle)."),
-        "session_bookings_total": (bookings, "Bookings of sessions by result."),
+        "session_bookings_total": (reservations, "Reservations of sessions by result."),
         "sessions_expired_total": (
             lambda: [(text, sessions.counts.expired) for text, sessions in tables()],
             "Bindings of sessions that have expired."),

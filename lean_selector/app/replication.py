@@ -18,7 +18,7 @@ from lean_selector.api.replies import Answer, SlicedAnswers
 from lean_selector.app.host import StartError
 from lean_selector.app.peer_access import credentials_of
 from lean_selector.app.service_flags import ServiceConfig
-from lean_selector.core.replication.catch_up import CatchUp, Fate, live_booking
+from lean_selector.core.replication.catch_up import CatchUp, Fate, live_reservation
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
@@ -26,7 +26,7 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.ledger import copies_expire_s
-from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
@@ -210,12 +210,14 @@ class Replication(Part):
         # Read the number first: then the snapshot contains all events up to it, and perhaps later
         # ones.
         sequence = self.sync.sequence
-        yield from encode_snapshot(self.router_id, sequence, self._live_bookings(), time.monotonic)
+        yield from encode_snapshot(
+            self.router_id, sequence, self._live_reservations(), time.monotonic
+        )
 
-    def _live_bookings(self) -> Iterator[LiveBooking]:
+    def _live_reservations(self) -> Iterator[LiveReservation]:
         for target in list(self._targets()):
             for held in target.slots.by_touch():
-                yield live_booking(target, held, self.router_id)
+                yield live_reservation(target, held, self.router_id)
 
     def families(self) -> Families:
         """Return the metrics of events sent to and received from replicas."""
@@ -294,7 +296,7 @@ def selector_replication(core: "SelectorCore", sessions: PeerSessions | None) ->
     selector = core.selector
 
     def on_applied(event: ReplicaEvent, now: float) -> None:
-        request_id = event.booking.request_id
+        request_id = event.spec.request_id
         selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
     replication = Replication(

@@ -26,14 +26,14 @@ from lean_selector.app.state_files import (
     StoredThreshold,
     opened,
 )
-from lean_selector.app.state_persister import LiveBookings, Persister
+from lean_selector.app.state_persister import LiveReservations, Persister
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.replication.events import ReplicaTarget, restore
 from lean_selector.core.replication.ledger import copies_expire_s
-from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.restoring import restore_booking, restore_partition
+from lean_selector.core.selection.restoring import restore_partition, restore_reservation
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.trackers import Trackers
@@ -281,7 +281,7 @@ def restore_catalog(
 
 def restore_reservations(
     directory: StateDirectory,
-    book: Callable[[LiveBooking, int | None], bool],
+    book: Callable[[LiveReservation, int | None], bool],
     expiry_s: float,
     copies_expire_s: float,
     now: float,
@@ -292,10 +292,10 @@ def restore_reservations(
     False, or if it was idle longer than `expiry_s` (if a peer admitted it: `copies_expire_s`).
     Return how many were restored and dropped. `now` is monotonic, `wall_now` is Unix time."""
 
-    def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
+    def read(text: bytes, written_at: float) -> tuple[int, list[LiveReservation]]:
         snapshot = split_snapshot(text)
         then = now - max(0.0, wall_now - written_at)
-        found: list[LiveBooking] = []
+        found: list[LiveReservation] = []
         restoring = Restoring()
         for line in snapshot.lines:
             with restoring.trying("a reservation"):
@@ -357,8 +357,8 @@ def keep_selector(
         contents.roster = finding.workers
         contents.discoveries = [one.name for finds, one in finding.sightings if finds == "workers"]
 
-    def book(live: LiveBooking, router_id: int | None) -> bool:
-        return restore_booking(selector, live, router_id)
+    def book(live: LiveReservation, router_id: int | None) -> bool:
+        return restore_reservation(selector, live, router_id)
 
     def targets() -> Iterable[ReplicaTarget]:
         return established(selector.catalog, None, None)
@@ -376,7 +376,7 @@ def keep_trackers(
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
-    def book(live: LiveBooking, router_id: int | None) -> bool:
+    def book(live: LiveReservation, router_id: int | None) -> bool:
         target = trackers.lookup(live.model_name, live.tenant_id)
         return target is not None and restore(target, live, router_id)
 
@@ -387,7 +387,7 @@ def _kept(
     config: ServiceConfig,
     contents: SelectorCatalog | TrackerCatalog,
     targets: Callable[[], Iterable[ReplicaTarget]],
-    book: Callable[[LiveBooking, int | None], bool],
+    book: Callable[[LiveReservation, int | None], bool],
     replication: "Replication | None",
     state: ServiceState,
 ) -> Persister:
@@ -406,7 +406,7 @@ def _kept(
     def on_fault(reason: str | None) -> None:
         state.state_fault = reason
 
-    lives = LiveBookings(
+    lives = LiveReservations(
         targets,
         0 if replication is None else replication.router_id,
         (lambda: 0) if replication is None else (lambda: replication.sync.sequence),

@@ -21,7 +21,7 @@ from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, sna
 Revision = list[tuple[Slots, int]]
 
 
-class LiveBookings:
+class LiveReservations:
     """The live reservations of all partitions, as the text of a state file."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Persister(Part):
         self,
         directory: StateDirectory,
         catalog: Contents,
-        bookings: LiveBookings,
+        reservations: LiveReservations,
         on_fault: Callable[[str | None], None],
         interval_s: float = INTERVAL_S,
     ) -> None:
@@ -104,7 +104,7 @@ class Persister(Part):
         self._interval_s = interval_s
         self._on_fault = on_fault
         self._catalog = StateFile(CATALOG, catalog.text, lambda _: [catalog.text()])
-        self._live = StateFile(RESERVATIONS, bookings.revision, bookings.parts)
+        self._live = StateFile(RESERVATIONS, reservations.revision, reservations.parts)
         self._live.saved_at = time.monotonic()
         self.files: Final = self._catalog, self._live
         self._tasks: list[asyncio.Task[None]] = []

@@ -39,9 +39,9 @@ T = TypeVar("T")
 RELEASE_WAIT_S = 1.0
 LAST_FREE_S = 1.0  # for the last attempt when the event loop ends
 CLOSE_WAIT_S = 10.0  # longer than all attempts of one release
-# If a booking is cancelled in flight, wait this long for its response, so that it can be freed;
+# If a call that reserves is cancelled, wait this long for its response, so that it can be freed;
 # then close the connection, which removes the request from the queue.
-BOOKING_GRACE_S = 0.5
+RESERVE_GRACE_S = 0.5
 
 
 class Driver:
@@ -63,7 +63,7 @@ class Driver:
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that first used it
         # Reservations of streams and placements, with the worker's response.
         self._held: dict[Reservation, Opened | None] = {}
-        self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # in flight
+        self._reserving: dict[Reservation, asyncio.Task[Any]] = {}  # in flight
         self._reporting: set[Reservation] = set()
         self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
         self._tasks: set[asyncio.Task[None]] = set()  # one report and one release per reservation
@@ -105,19 +105,19 @@ class Driver:
             await asyncio.wait({earlier})  # otherwise it could free this new reservation
         self._check_open()
         task = asyncio.create_task(self._service.exchange(call))
-        self._bookings[reservation] = task
+        self._reserving[reservation] = task
         try:
             outcome = await asyncio.shield(task)
         except asyncio.CancelledError:
             if reservation.ended and not _is_cancelled():
-                raise self.closed() from None  # close() cancelled the booking
+                raise self.closed() from None  # close() cancelled the call
             raise  # the release will find out the outcome
         except BaseException:
-            self._bookings.pop(reservation, None)
+            self._reserving.pop(reservation, None)
             raise
         if reservation.ended:
             raise self.closed()
-        del self._bookings[reservation]
+        del self._reserving[reservation]
         self._held[reservation] = None
         return outcome
 
@@ -191,8 +191,8 @@ class Driver:
         try:
             if opened is not None:
                 await opened.close()
-            booking = self._bookings.pop(reservation, None)
-            if booking is None or await self._may_exist(reservation, booking):
+            call = self._reserving.pop(reservation, None)
+            if call is None or await self._may_exist(reservation, call):
                 await release(reservation, self.ask, self.pause, self._rng)
         except asyncio.CancelledError:
             # Only the end of the loop, or aclose() at its time limit, cancels this task.
@@ -204,16 +204,16 @@ class Driver:
             if self._releasing.get(reservation.id) is asyncio.current_task():
                 del self._releasing[reservation.id]
 
-    async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Return whether the service may hold `reservation`. Waits for `booking`, the call that
-        makes the reservation, for at most BOOKING_GRACE_S, then cancels the call."""
-        await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
-        if not booking.done():
-            booking.cancel()
-            await asyncio.wait({booking})
-        if booking.cancelled():
+    async def _may_exist(self, reservation: Reservation, call: asyncio.Task[Any]) -> bool:
+        """Return whether the service may hold `reservation`. Waits for `call`, the call that
+        makes the reservation, for at most RESERVE_GRACE_S, then cancels the call."""
+        await asyncio.wait({call}, timeout=RESERVE_GRACE_S)
+        if not call.done():
+            call.cancel()
+            await asyncio.wait({call})
+        if call.cancelled():
             return True
-        error = booking.exception()
+        error = call.exception()
         reservation.ambiguous = error is not None
         return not isinstance(error, ServiceRefused)
 
@@ -227,7 +227,7 @@ class Driver:
         """Frees all reservations, also those that are being made, then closes all connections."""
         self._check_loop()
         self._is_closing = True
-        for reservation in [*self._held, *self._bookings]:
+        for reservation in [*self._held, *self._reserving]:
             self.release(reservation)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=CLOSE_WAIT_S)

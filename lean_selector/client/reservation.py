@@ -97,7 +97,7 @@ Pause = Callable[[float], Awaitable[object]]
 # Tries of a free, over some six seconds; after that the service expires the reservation.
 RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
 REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
-# If a free finds no reservation, its booking may still arrive for this long.
+# If a free finds no reservation, the call that makes it may still arrive for this long.
 AMBIGUOUS_S = 0.5
 
 

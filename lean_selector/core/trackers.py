@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import (
-    Booking,
     LoadRow,
     PotentialLoadRow,
     Reservation,
+    ReservationSpec,
     WorkerRow,
 )
 from lean_selector.core.load.slots import Slots
@@ -123,14 +123,14 @@ class Trackers:
         DuplicateRequest for an id that is live in this tracker."""
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
-        booking = Booking(
+        spec = ReservationSpec(
             request_id,
             worker_id,
             dp_rank,
             track_prefill_tokens=new_isl_tokens > 0,
             prefill_tokens=new_isl_tokens or None,
         )
-        tracker.ledger.book(booking, sequence_hashes, now)
+        tracker.ledger.book(spec, sequence_hashes, now)
 
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float

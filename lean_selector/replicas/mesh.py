@@ -219,7 +219,7 @@ class ReplicaSync:
         if isinstance(event, ReplicaEvent):
             self.sequence += 1
             topic, payload, most = TOPIC, encode_event(event, self.sequence), MAX_EVENT_BYTES
-        else:  # session events have no number, as in the reference; the next booking repeats them
+        else:  # session events have no number, as in the reference; the next one repeats them
             topic, payload, most = SESSION_TOPIC, encode_session(event), MAX_SESSION_BYTES
         if len(payload) > most:
             self.refused += 1
@@ -392,9 +392,9 @@ def name_of(event: ReplicaEvent | SessionEvent) -> str:
             f"tenant={event.tenant_id!r} worker={event.worker_id} dp_rank={event.dp_rank} "
             f"from router {event.writer_id}"
         )
-    booking = event.booking
+    spec = event.spec
     return (
-        f"{event.kind.name} {booking.request_id!r} of model={event.model_name!r} "
-        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={booking.worker_id} "
-        f"dp_rank={booking.dp_rank} from router {event.router_id}"
+        f"{event.kind.name} {spec.request_id!r} of model={event.model_name!r} "
+        f"tenant={event.tenant_id!r} block_size={event.block_size} worker={spec.worker_id} "
+        f"dp_rank={spec.dp_rank} from router {event.router_id}"
     )

@@ -17,7 +17,7 @@ from typing import TypeVar
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
 from lean_selector.core.replication.events import ReplicaTarget
-from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import LiveReservation, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.events.ingest_turns import Pauses
 from lean_selector.http.outbound import OutboundClient
@@ -121,7 +121,7 @@ class CatchingUp:
         """Copy from each peer's snapshot the reservations that this peer admitted, and those of
         replicas that did not answer. Return how many peers did not answer."""
         heard = self._sync.heard
-        others: list[LiveBooking] = []
+        others: list[LiveReservation] = []
         answered = set[int]()
         failed = 0
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
@@ -130,14 +130,18 @@ class CatchingUp:
                 continue
             router_id = snapshot.router_id
             live, whole = await self._read(url, asked_at, snapshot)
-            await self._take(booking for booking in live if booking.router_id == router_id)
-            others += (booking for booking in live if booking.router_id != router_id)
+            await self._take(
+                reservation for reservation in live if reservation.router_id == router_id
+            )
+            others += (reservation for reservation in live if reservation.router_id != router_id)
             answered.add(router_id)
             if whole:
                 heard.mended(router_id, snapshot.sequence)
             counts = {fate.name.lower(): self.counts[fate] for fate in Fate}
             log.info("catch-up: %d reservations at %s: %s", len(live), url, counts)
-        await self._take(booking for booking in others if booking.router_id not in answered)
+        await self._take(
+            reservation for reservation in others if reservation.router_id not in answered
+        )
         for publisher in () if failed else heard.behind():
             if publisher.router_id not in answered:  # it has no snapshots
                 heard.mended(publisher.router_id, publisher.sequence)
@@ -187,11 +191,11 @@ class CatchingUp:
 
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
-    ) -> tuple[list[LiveBooking], bool]:
+    ) -> tuple[list[LiveReservation], bool]:
         """Return a snapshot's reservations, and whether all lines were valid. If all were valid,
         also apply the ends of the peer's reservations and prefills that we missed."""
         fetched_at = time.monotonic()
-        live: list[LiveBooking] = []
+        live: list[LiveReservation] = []
         if await self._each(
             "reservation",
             url,
@@ -226,10 +230,10 @@ class CatchingUp:
             await pause()
         return problems
 
-    async def _take(self, bookings: Iterable[LiveBooking]) -> None:
+    async def _take(self, reservations: Iterable[LiveReservation]) -> None:
         pause = Pauses()
-        for booking in bookings:
-            self._catch_up.take(booking, time.monotonic())
+        for reservation in reservations:
+            self._catch_up.take(reservation, time.monotonic())
             await pause()
 
 

@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sync-ms",
         type=_sync_ms,
         default=1.0,
-        help="delay until selectors know each other's bookings; none: never; default: 1",
+        help="delay until selectors know each other's reservations; none: never; default: 1",
     )
     parser.add_argument(
         "--spread",

@@ -196,7 +196,7 @@ class _Router:
 
     def hear(self, event: ReplicaEvent, now: float) -> None:
         self._applier.apply(event, now)
-        request_id = event.booking.request_id
+        request_id = event.spec.request_id
         self.selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
 

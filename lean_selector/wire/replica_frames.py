@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from lean_selector.core.load.shapes import Booking
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.wire.messagepack import array_header, count_of, first_value, is_array
@@ -76,21 +76,21 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
     """Return a replica event's ZMQ frame that follows TOPIC. `sequence`: the event's number."""
-    booking = event.booking
+    spec = event.spec
     data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     if event.kind is EventKind.ADD:
         hint = None
-        if booking.prefill_tokens is not None:
+        if spec.prefill_tokens is not None:
             duration = None
-            if booking.prefill_duration_s is not None:
-                duration = Duration(*divmod(round(booking.prefill_duration_s * NANOS), NANOS))
-            hint = Hint(booking.prefill_tokens, duration)
+            if spec.prefill_duration_s is not None:
+                duration = Duration(*divmod(round(spec.prefill_duration_s * NANOS), NANOS))
+            hint = Hint(spec.prefill_tokens, duration)
         hashes = event.sequence_hashes
         data = AddVariant(
             Add(
                 _token_sequence(hashes) if hashes else _NO_HASHES,
-                booking.track_prefill_tokens,
-                booking.expected_output_tokens,
+                spec.track_prefill_tokens,
+                spec.expected_output_tokens,
                 hint,
             )
         )
@@ -103,11 +103,11 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
             routing_group=event.tenant_id,
             block_size=event.block_size,
             event=RequestEvent(
-                booking.request_id,
-                EventWorker(booking.worker_id, booking.dp_rank),
+                spec.request_id,
+                EventWorker(spec.worker_id, spec.dp_rank),
                 data,
                 event.router_id,
-                booking.lora_name,
+                spec.lora_name,
             ),
             lean_sequence=msgspec.UNSET if sequence is None else sequence,
         )
@@ -232,7 +232,7 @@ def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
             tenant_id,
             envelope.block_size,
             event.router_id,
-            Booking(event.request_id, worker.worker_id, worker.dp_rank, event.lora_name),
+            ReservationSpec(event.request_id, worker.worker_id, worker.dp_rank, event.lora_name),
             sequence=sequence,
         )
     add = data.add
@@ -244,7 +244,7 @@ def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
         tenant_id,
         envelope.block_size,
         event.router_id,
-        Booking(
+        ReservationSpec(
             event.request_id,
             worker.worker_id,
             worker.dp_rank,

@@ -9,10 +9,10 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from lean_selector.core.load.shapes import Booking, Reservation
-from lean_selector.core.replication.catch_up import live_booking
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
+from lean_selector.core.replication.catch_up import live_reservation
 from lean_selector.core.replication.events import ReplicaTarget
-from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
 from lean_selector.wire.replica_shapes import (
     KeptLine,
@@ -38,7 +38,7 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 
 
 def encode_snapshot(
-    router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
+    router_id: int, sequence: int, listed: Iterable[LiveReservation], clock: Callable[[], float]
 ) -> Iterator[bytes]:
     """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations.
     They reflect at least this replica's first `sequence` events. `clock()`: monotonic seconds."""
@@ -59,23 +59,23 @@ def snapshot_head(router_id: int, sequence: int) -> bytes:
 SNAPSHOT_END = b"\n]}"
 
 
-def _line(live: LiveBooking, age_s: float) -> bytes:
-    booking = live.booking
+def _line(live: LiveReservation, age_s: float) -> bytes:
+    spec = live.spec
     return _encode(
         SnapshotLine(
             live.model_name,
             live.tenant_id,
             live.block_size,
-            booking.request_id,
-            booking.worker_id,
-            booking.dp_rank,
+            spec.request_id,
+            spec.worker_id,
+            spec.dp_rank,
             live.router_id,
             age_s,
-            booking.prefill_tokens or 0,
+            spec.prefill_tokens or 0,
             live.prefill_done,
-            booking.prefill_duration_s,
-            booking.expected_output_tokens,
-            booking.lora_name,
+            spec.prefill_duration_s,
+            spec.expected_output_tokens,
+            spec.lora_name,
             msgspec.Raw(_encode(unpack_signed(live.sequence_hashes))),
         )
     )
@@ -107,7 +107,7 @@ class SnapshotLines:
             or kept.prefill_done != held.prefill_done
             or kept.prefill_tokens != held.prefill_tokens
         ):
-            line = _line(live_booking(target, held, self._router_id), 0.0)
+            line = _line(live_reservation(target, held, self._router_id), 0.0)
             before, _, after = line.partition(_NO_AGE)
             kept = KeptLine(before, after, held.prefill_tokens, held.prefill_done)
         self._kept[held] = kept
@@ -140,7 +140,7 @@ def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_H
     return about, lines
 
 
-def decode_line(line: bytes, clock: float) -> LiveBooking:
+def decode_line(line: bytes, clock: float) -> LiveReservation:
     """Decode one reservation of a snapshot. `clock` is the current time in seconds. The time of the
     reservation's last event is `clock` minus the age in the line. Raises BadSnapshot."""
     try:
@@ -148,12 +148,12 @@ def decode_line(line: bytes, clock: float) -> LiveBooking:
         hashes = hashes_from_json("sequence_hashes", read.sequence_hashes)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadSnapshot(str(error)) from None
-    return LiveBooking(
+    return LiveReservation(
         read.model_name,
         read.tenant_id,
         read.block_size,
         read.router_id,
-        Booking(
+        ReservationSpec(
             read.request_id,
             read.worker_id,
             read.dp_rank,

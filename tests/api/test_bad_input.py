@@ -44,8 +44,8 @@ def with_live_reservation() -> InProcess:
     service = selector()
     worker = {"worker_id": 1, "endpoint": "http://w", "block_size": 16, "total_kv_blocks": 9}
     assert service.post("/workers", worker)[0] == 201
-    booking = {**json.loads(f"{{{RESERVATION}}}"), "reservation_id": "live"}
-    assert service.post("/reservations", booking)[0] == 201
+    spec = {**json.loads(f"{{{RESERVATION}}}"), "reservation_id": "live"}
+    assert service.post("/reservations", spec)[0] == 201
     return service
 
 

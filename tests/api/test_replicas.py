@@ -39,8 +39,8 @@ def shown_everywhere(members: list[Member], loads: Loads) -> None:
 
 def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> None:
     with ours("selector", "tracker", "tracker") as members:
-        for booking, ending in itertools.product(members, members):
-            booking.add("r")
+        for spec, ending in itertools.product(members, members):
+            spec.add("r")
             shown_everywhere(members, [BOOKED, (0, 0)])
             ending.complete("r")
             shown_everywhere(members, [(0, 3), (0, 0)])
@@ -73,7 +73,7 @@ def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
     assert service.post("/reservations", {**fields, "reservation_id": "r"})[0] == 201
     (event,) = published
     assert event.kind is EventKind.ADD
-    assert (event.booking.track_prefill_tokens, event.booking.prefill_tokens) == (tracks, tokens)
+    assert (event.spec.track_prefill_tokens, event.spec.prefill_tokens) == (tracks, tokens)
 
 
 # -- catch-up --------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from lean_selector.app.state import (
     restore_reservations,
 )
 from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, sealed
-from lean_selector.app.state_persister import LiveBookings
-from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.app.state_persister import LiveReservations
+from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.restoring import restore_booking
+from lean_selector.core.selection.restoring import restore_reservation
 from tests.support.driven_selector import DrivenSelector
 
 EXPIRY_S = 300.0
@@ -27,7 +27,7 @@ class Kept:
         self.driven = DrivenSelector(use_kv_events=False) if driven is None else driven
         self.selector = self.driven.selector
         self.contents = SelectorCatalog(self.selector, PeersByHttp(None, (), lambda: ()))
-        self.lives = LiveBookings(
+        self.lives = LiveReservations(
             lambda: established(self.selector.catalog, None, None), 7, lambda: 0
         )
 
@@ -46,8 +46,8 @@ class Kept:
             self.directory, self._book, EXPIRY_S, EXPIRY_S + 60.0, now, wall_s
         )
 
-    def _book(self, live: LiveBooking, router_id: int | None) -> bool:
-        return restore_booking(self.selector, live, router_id)
+    def _book(self, live: LiveReservation, router_id: int | None) -> bool:
+        return restore_reservation(self.selector, live, router_id)
 
 
 def is_free(path: Path) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from lean_selector.app.host import SLICE_STEPS, ExpirySweep
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.trackers import Trackers
-from tests.support import bookings
+from tests.support import reservations
 from tests.support.driven_selector import DrivenSelector
 from tests.support.gates import Turns
 
@@ -38,7 +38,7 @@ def trackers_with(locals_: int, copies: int = 0) -> Trackers:
     book(trackers, locals_, 0.0)
     slots = trackers.in_order()[0].slots
     for number in range(copies):
-        bookings.book(slots, f"copy{number}", 1, 0, b"", 1, 0.0, router_id=7)
+        reservations.book(slots, f"copy{number}", 1, 0, b"", 1, 0.0, router_id=7)
     return trackers
 
 

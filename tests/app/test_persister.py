@@ -10,8 +10,8 @@ import pytest
 
 from lean_selector.app import state_persister
 from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, opened
-from lean_selector.app.state_persister import LiveBookings, Persister
-from lean_selector.core.load.shapes import Booking
+from lean_selector.app.state_persister import LiveReservations, Persister
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.load.slots import Slots
 from tests.app.kept_selector import is_free
 from tests.support.on_loop import on_loop, until
@@ -66,9 +66,9 @@ class Kept:
         self.faults: list[str | None] = []
         self.answered: list[str] = []
         self.disk.take()
-        bookings = LiveBookings(lambda: [self.target], 7, lambda: 0)
+        reservations = LiveReservations(lambda: [self.target], 7, lambda: 0)
         self.persister = Persister(
-            self.disk, self.catalog, bookings, self.faults.append, interval_s
+            self.disk, self.catalog, reservations, self.faults.append, interval_s
         )
         self.persister.start()
 
@@ -85,7 +85,7 @@ class Kept:
         return opened(Path(self.disk.path, name).read_bytes())[0]
 
     def book(self, request_id: str = "r") -> None:
-        self.target.slots.book(Booking(request_id, 1, 0), b"", 1.0)
+        self.target.slots.book(ReservationSpec(request_id, 1, 0), b"", 1.0)
 
     async def hangs(self) -> None:
         """A change waits for a disk that does not answer."""

@@ -15,9 +15,9 @@ from lean_selector.app.state_files import (
     opened,
     sealed,
 )
-from lean_selector.core.load.shapes import Booking, BusyThreshold
-from lean_selector.core.replication.shapes import LiveBooking
-from lean_selector.core.selection.restoring import restore_booking
+from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
+from lean_selector.core.replication.shapes import LiveReservation
+from lean_selector.core.selection.restoring import restore_reservation
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from tests.app.kept_selector import Kept
@@ -35,9 +35,9 @@ def book(
     kept: Kept, request_id: str, now: float, router_id: int | None = None, **fields: object
 ) -> None:
     """As a call here did, or a peer."""
-    booking = Booking(request_id, 1, 0, **fields)  # type: ignore[arg-type]
-    live = LiveBooking(*SCOPE, 4, 0, booking, pack([1, 2]), False, now)
-    assert restore_booking(kept.selector, live, router_id)
+    spec = ReservationSpec(request_id, 1, 0, **fields)  # type: ignore[arg-type]
+    live = LiveReservation(*SCOPE, 4, 0, spec, pack([1, 2]), False, now)
+    assert restore_reservation(kept.selector, live, router_id)
 
 
 def filled(path: Path) -> Kept:
@@ -128,9 +128,9 @@ def test_an_id_is_ours_once_in_the_process(tmp_path: Path) -> None:
     """Also where a file says otherwise (D4)."""
     kept = filled(tmp_path)
     kept.selector.upsert_worker(spec(3, model_name="n"), 0.0)
-    live = LiveBooking("n", "default", 4, 0, Booking("ours", 3, 0), b"", False, 1.0)
-    assert not restore_booking(kept.selector, live, None)
-    assert restore_booking(kept.selector, live, 99)  # a peer's copy may have it
+    live = LiveReservation("n", "default", 4, 0, ReservationSpec("ours", 3, 0), b"", False, 1.0)
+    assert not restore_reservation(kept.selector, live, None)
+    assert restore_reservation(kept.selector, live, 99)  # a peer's copy may have it
     assert (
         kept.selector.reservations.local_holder("ours") is kept.selector.catalog.partitions[SCOPE]
     )

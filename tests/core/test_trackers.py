@@ -16,8 +16,8 @@ from lean_selector.core.errors import (
 from lean_selector.core.load.shapes import LoadRow, WorkerRow
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.trackers import Trackers
-from tests.support.bookings import book
 from tests.support.driven_selector import pack
+from tests.support.reservations import book
 
 WORKER = WorkerRow(7, "llama", "t1", 16, 0, 2)
 SCOPE = ("llama", "t1")

@@ -10,7 +10,7 @@ from lean_selector.api.gate import Gate
 from lean_selector.api.replies import LaterReply
 from lean_selector.core.errors import BadRequest, Unavailable, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
-from lean_selector.core.load.shapes import Booking, BusyThreshold
+from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import ROUTE, WorkerSpec
 from lean_selector.gateway.model_request import MEDIA
@@ -326,9 +326,9 @@ def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> GatewayH
 async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_go_on() -> None:
     door = crowded("grpc://w:1")
     prompt = Prompt(40, b"12345678", 1, b"87654321", b"87654321")
-    booking = Booking("first", 7, 0, None, True, 40, None, None)
+    spec = ReservationSpec("first", 7, 0, None, True, 40, None, None)
     partition = door.selector.catalog.ready_partition("m", "default")
-    door.selector.reservations.book(partition, booking, prompt, NOW)
+    door.selector.reservations.book(partition, spec, prompt, NOW)
     pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
     await door.parks(2)
     assert [answer_of(each) for each in pending] == [None, None]

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import Booking, BusyThreshold, Reservation
+from lean_selector.core.load.shapes import BusyThreshold, Reservation, ReservationSpec
 from lean_selector.core.load.speeds import LEAST_TOKENS, WINDOW
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice, overlap
@@ -47,8 +47,8 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.settings import API_1_3, API_1_6
 from tests.support import naive_choice
-from tests.support.bookings import book
 from tests.support.driven_selector import Sources, pack
+from tests.support.reservations import book
 
 SHARE_ERROR = 1e-4
 LAST_NUMBER = 1 - 2**-53  # that a random source gives
@@ -81,9 +81,9 @@ class RankState(msgspec.Struct, frozen=True):
 
 def teach(partition: Partition, load: RankLoad, seconds_per_token: float) -> None:
     """Requests on a rank tell how fast it is."""
-    booking, run = Booking("r", *load.key), cast(Any, None)
+    spec, run = ReservationSpec("r", *load.key), cast(Any, None)
     for turn in range(WINDOW):
-        served = Reservation("r", booking, load, run, 0, 0, 0.0, 0.0, None)
+        served = Reservation("r", spec, load, run, 0, 0, 0.0, 0.0, None)
         served.ahead_tokens = LEAST_TOKENS
         partition.speeds.completed(served, LEAST_TOKENS * seconds_per_token, 10.0 * turn)
 

@@ -26,8 +26,8 @@ from lean_selector.wire.replica_frames import (
     encode_event,
     encode_heartbeat,
 )
-from tests.support.bookings import replica_event
 from tests.support.damage import messages
+from tests.support.reservations import replica_event
 
 DATA = Path(__file__).parents[1] / "data"
 SCOPE = ("llama", "t1")

@@ -30,9 +30,9 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.core.settings import EjectionSettings
-from tests.support.bookings import book
 from tests.support.driven_selector import Sources, pack, prompt_of
 from tests.support.naive_choice import Candidate, Matches, candidates, not_busy, rank_costs
+from tests.support.reservations import book
 
 BLOCK_SIZE = 4
 THRESHOLD = 1.0

@@ -13,8 +13,8 @@ from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import ActiveRun, Reservation
 from lean_selector.core.load.slots import Slots
-from tests.support.bookings import book
 from tests.support.driven_selector import pack
+from tests.support.reservations import book
 
 RankKey = tuple[int, int]
 Position = tuple[int, ...]  # a block is the path that leads to it

@@ -10,8 +10,8 @@ from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.links.curve_keys import CurveGate
 from lean_selector.replicas.mesh import HIGH_WATER_MARK, ReplicaSync
-from tests.support.bookings import changed, replica_event
 from tests.support.on_loop import DEADLINE_S, until
+from tests.support.reservations import changed, replica_event
 
 EVENT = replica_event(
     EventKind.ADD, "llama", "t1", 16, "r", 7, 0, 1, None, struct.pack("<3Q", 1, 2, 3), True, 48

@@ -15,9 +15,9 @@ from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.wire.replica_frames import TOPIC
 from lean_selector.wire.replica_shapes import PeerState
 from tests.replicas.sync_replica import EVENT, Replica
-from tests.support.bookings import changed
 from tests.support.on_loop import on_loop, until
 from tests.support.recording_proxy import RecordingProxy
+from tests.support.reservations import changed
 
 SECRET = "the id of a request that nobody else may read"
 A, B, OTHER = new_pair(), new_pair(), new_pair()

@@ -22,8 +22,8 @@ from lean_selector.replicas.mesh import (
 )
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.replicas.sync_replica import ANY_PORT, EVENT, Replica
-from tests.support.bookings import changed, replica_event
 from tests.support.on_loop import inside, on_loop, until
+from tests.support.reservations import changed, replica_event
 from tests.support.running_service import free_port
 
 
@@ -402,7 +402,7 @@ async def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
     assert a.sync.published == before  # nothing is sent before the turn ends
     assert a.sync.refused == 10
     await until(lambda: len(b.heard) == 300)
-    assert [event.booking.request_id for event in b.heard] == [str(n) for n in range(300)]
+    assert [event.spec.request_id for event in b.heard] == [str(n) for n in range(300)]
     assert a.sync.published == before + 300
     a.sync.publish(EVENT)
     await until(lambda: len(b.heard) == 301)

@@ -1,8 +1,8 @@
 """One partition of one replica, with two ranks of worker 7: what it books, tells, hears, lists."""
 
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.catch_up import CatchUp, live_booking
+from lean_selector.core.replication.catch_up import CatchUp, live_reservation
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
@@ -15,9 +15,9 @@ from lean_selector.core.replication.ledger import (
     Ledgers,
     copies_expire_s,
 )
-from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
-from tests.support.bookings import replica_event
+from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 from tests.support.driven_selector import pack
+from tests.support.reservations import replica_event
 
 HERE, PEER, THIRD = 11, 22, 33
 PROMPT = pack([1, 2, 3])
@@ -74,8 +74,8 @@ class Replica:
         return verdict
 
     def add(self, request_id: str = "r", dp_rank: int = 0, tokens: int = 48) -> Reservation:
-        booking = Booking(request_id, 7, dp_rank, prefill_tokens=tokens)
-        return self.ledger.book(booking, PROMPT, self.now)
+        spec = ReservationSpec(request_id, 7, dp_rank, prefill_tokens=tokens)
+        return self.ledger.book(spec, PROMPT, self.now)
 
     def complete(self, request_id: str = "r") -> None:
         self.ledger.prefill_complete(request_id, self.now)
@@ -86,8 +86,10 @@ class Replica:
     def expire(self, now: float) -> None:
         self.shared.expire([self.ledger], now, 1_000_000)
 
-    def snapshot(self) -> list[LiveBooking]:
-        return [live_booking(self.ledger, held, self.router_id) for held in self.slots.by_touch()]
+    def snapshot(self) -> list[LiveReservation]:
+        return [
+            live_reservation(self.ledger, held, self.router_id) for held in self.slots.by_touch()
+        ]
 
     def load(self, dp_rank: int = 0) -> Load:
         rank = self.slots.ranks[7, dp_rank]

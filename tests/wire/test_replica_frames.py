@@ -25,7 +25,7 @@ from lean_selector.wire.replica_frames import (
     encode_heartbeat,
     payload_of,
 )
-from tests.support.bookings import replica_event
+from tests.support.reservations import replica_event
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
 VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}
@@ -133,7 +133,7 @@ def test_a_frame_of_maps_is_read_when_the_reference_reads_it_or_its_group_key_is
         "zz" if label == "unknown group" else "default",
     )
     if case["applied"]:
-        tokens = event.booking.prefill_tokens if event.booking.track_prefill_tokens else 0
+        tokens = event.spec.prefill_tokens if event.spec.track_prefill_tokens else 0
         loads = [7, 0, tokens or 0, len(event.sequence_hashes) // 8]
         assert loads == case["loads_after"][0]
 
@@ -199,7 +199,7 @@ def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
     envelope["sequence"] = 5
     event = decode_event(msgspec.msgpack.encode(envelope))
     assert event.sequence_hashes == hashes
-    assert event.booking.prefill_duration_s == 2.5
+    assert event.spec.prefill_duration_s == 2.5
 
 
 PARTS = {

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.shapes import Booking
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.catch_up import live_booking
-from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.core.replication.catch_up import live_reservation
+from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.wire.replica_snapshot import (
     SNAPSHOT_END,
     BadSnapshot,
@@ -20,13 +20,13 @@ from lean_selector.wire.replica_snapshot import (
     snapshot_head,
     split_snapshot,
 )
-from tests.support.bookings import live_booking_of
+from tests.support.reservations import live_reservation_of
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
 SECONDS = st.floats(0.0, 1e6).map(lambda value: round(value, 3))
 BOOKINGS = st.builds(
-    live_booking_of,
+    live_reservation_of,
     *(st.text(), st.text(), U32, st.text(), U64, U32, U64),
     st.lists(U64, max_size=5).map(lambda hashes: struct.pack(f"<{len(hashes)}Q", *hashes)),
     *(st.integers(0, 2**53), st.none() | SECONDS, st.booleans(), SECONDS),
@@ -35,12 +35,12 @@ BOOKINGS = st.builds(
 CLOCK = 2e6
 
 
-def text_of(bookings: list[LiveBooking]) -> bytes:
+def text_of(bookings: list[LiveReservation]) -> bytes:
     return b"".join(encode_snapshot(2**64 - 1, 77, bookings, lambda: CLOCK))
 
 
 @given(st.lists(BOOKINGS, max_size=4))
-def test_what_was_written_is_read_back(bookings: list[LiveBooking]) -> None:
+def test_what_was_written_is_read_back(bookings: list[LiveReservation]) -> None:
     text = text_of(bookings)
     whole = json.loads(text)
     assert (whole["version"], whole["router_id"]) == (1, 2**64 - 1)
@@ -48,17 +48,17 @@ def test_what_was_written_is_read_back(bookings: list[LiveBooking]) -> None:
     router_id, sequence, lines = split_snapshot(text)
     assert (router_id, sequence) == (2**64 - 1, 77)
     back = [decode_line(line, CLOCK) for line in lines]
-    for booking, read in zip(bookings, back, strict=True):
-        assert read.touched_at == pytest.approx(booking.touched_at, abs=0.001)
-        read.touched_at = booking.touched_at
-        assert read == booking
+    for spec, read in zip(bookings, back, strict=True):
+        assert read.touched_at == pytest.approx(spec.touched_at, abs=0.001)
+        read.touched_at = spec.touched_at
+        assert read == spec
 
 
 def test_a_snapshot_is_printed_as_documented() -> None:
-    booking = live_booking_of(
+    spec = live_reservation_of(
         "m", "t", 16, "r", 7, 0, 5, struct.pack("<2q", 1, -2), 48, None, False, 0
     )
-    assert b"".join(encode_snapshot(9, 5, [booking], lambda: 1.5)) == (
+    assert b"".join(encode_snapshot(9, 5, [spec], lambda: 1.5)) == (
         b'{"version":1,"router_id":9,"sequence":5,"reservations":[\n'
         b'{"model_name":"m","tenant_id":"t","block_size":16,"request_id":"r","worker_id":7,'
         b'"dp_rank":0,"router_id":5,"age_s":1.5,"prefill_tokens":48,"prefill_done":false,'
@@ -102,9 +102,9 @@ def test_other_text_is_refused(text: bytes) -> None:
     ],
 )
 def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None:
-    booking = live_booking_of("m", "t", 16, "r", 7, 0, 5, b"", 48, None, False, 0.0)
-    line = json.loads(split_snapshot(text_of([booking])).lines[0])
-    assert decode_line(json.dumps(line).encode(), CLOCK).booking.request_id == "r"
+    spec = live_reservation_of("m", "t", 16, "r", 7, 0, 5, b"", 48, None, False, 0.0)
+    line = json.loads(split_snapshot(text_of([spec])).lines[0])
+    assert decode_line(json.dumps(line).encode(), CLOCK).spec.request_id == "r"
     with pytest.raises(BadSnapshot):
         decode_line(json.dumps({**line, **change}).encode(), CLOCK)
     with pytest.raises(BadSnapshot):
@@ -125,29 +125,29 @@ def test_lines_of_snapshots_that_follow_each_other_are_as_if_each_were_the_first
     target, lines = Target(), SnapshotLines(7)
     slots = target.slots
 
-    def told(now: float) -> list[tuple[str, LiveBooking]]:
+    def told(now: float) -> list[tuple[str, LiveReservation]]:
         lines.begin()
         text = snapshot_head(7, 1) + b",".join(
             b"\n" + lines.line(target, held, now) for held in slots.by_touch()
         )
         [*read] = split_snapshot(text + SNAPSHOT_END).lines
-        return [(each.booking.request_id, each) for each in (decode_line(b, CLOCK) for b in read)]
+        return [(each.spec.request_id, each) for each in (decode_line(b, CLOCK) for b in read)]
 
-    def fresh(now: float) -> list[tuple[str, LiveBooking]]:
-        live = [live_booking(target, held, 7) for held in slots.by_touch()]
+    def fresh(now: float) -> list[tuple[str, LiveReservation]]:
+        live = [live_reservation(target, held, 7) for held in slots.by_touch()]
         text = b"".join(encode_snapshot(7, 1, live, lambda: now))
         read = [decode_line(line, CLOCK) for line in split_snapshot(text).lines]
-        return [(each.booking.request_id, each) for each in read]
+        return [(each.spec.request_id, each) for each in read]
 
-    slots.book(Booking('"age_s":0.0', 1, 0, '"age_s":0.0', prefill_tokens=9), b"x" * 8, 1.0)
-    slots.book(Booking("b", 1, 0, prefill_tokens=9), b"y" * 16, 2.0, 99)
+    slots.book(ReservationSpec('"age_s":0.0', 1, 0, '"age_s":0.0', prefill_tokens=9), b"x" * 8, 1.0)
+    slots.book(ReservationSpec("b", 1, 0, prefill_tokens=9), b"y" * 16, 2.0, 99)
     assert told(3.0) == fresh(3.0)
     slots.prefill_complete("b", 4.0)
     assert told(5.25) == fresh(5.25)
     slots.free('"age_s":0.0', 6.0)
-    slots.book(Booking("c", 1, 0), b"", 7.0)
+    slots.book(ReservationSpec("c", 1, 0), b"", 7.0)
     assert told(7.0) == fresh(7.0)
     slots.free("c", 8.0)
-    slots.book(Booking("c", 1, 0, prefill_tokens=3), b"z" * 8, 8.0)
+    slots.book(ReservationSpec("c", 1, 0, prefill_tokens=3), b"z" * 8, 8.0)
     assert told(9.0) == fresh(9.0)
     assert [request_id for request_id, _ in told(9.0)] == ["c", "b"]

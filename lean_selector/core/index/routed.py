@@ -30,11 +30,11 @@ _RANKS_PER_STEP: Final = 64
 class RoutedPrompt:
     """A prompt that was routed to a rank, perhaps several times."""
 
-    __slots__ = ("bookings", "expires_at", "local_hashes")
+    __slots__ = ("expires_at", "local_hashes", "reservations")
 
     def __init__(self, local_hashes: bytes) -> None:
         self.local_hashes = local_hashes  # that events can report; empty if none are expected
-        self.bookings = 0
+        self.reservations = 0
         self.expires_at = 0.0
 
 
@@ -94,7 +94,7 @@ class RoutedPrompts:
             prompt = rank.recent[run] = RoutedPrompt(known if self._until_events else b"")
             if prompt.local_hashes:
                 rank.ends.setdefault(known[-HASH_BYTES:], []).append(run)
-        prompt.bookings += 1
+        prompt.reservations += 1
         prompt.expires_at = now + self._ttl_s
         if not new_blocks:
             return
@@ -118,8 +118,8 @@ class RoutedPrompts:
         prompt = rank.recent.get(run)
         rank.trie.remove(run, _ALONE, self._no_weights)
         if prompt is not None:
-            prompt.bookings -= 1
-            if not prompt.bookings:
+            prompt.reservations -= 1
+            if not prompt.reservations:
                 self._forget(key, rank, run)
 
     def stored(self, key: RankKey, local_hashes: bytes) -> None:

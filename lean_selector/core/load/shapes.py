@@ -8,7 +8,7 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.load.rank_load import RankLoad
 
 
-class Booking(msgspec.Struct, frozen=True, gc=False):
+class ReservationSpec(msgspec.Struct, frozen=True, gc=False):
     """The data of a reservation that are given when a rank is reserved for a request.
 
     Other replicas receive these data, the prompt's block hashes, and the id of the replica that
@@ -50,13 +50,15 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     The garbage collector does not track reservations, because visiting a hundred thousand of them
     would be slow. So Slots breaks the cycles of dropped reservations. Times: monotonic seconds."""
 
-    request_id: str  # equal to that of `booking`
-    booking: Booking
+    request_id: str  # equal to that of `spec`
+    spec: ReservationSpec
     rank: RankLoad
     run: ActiveRun  # the prompt's last run in the trie; the root for an empty prompt
     block_count: int  # how many blocks the prompt has, including shared ones
     prefill_tokens: int  # not computed yet: 0 from prefill_complete on
-    touched_at: float  # time of the last booking, prefill_complete, output_block or touch
+    touched_at: (
+        float  # time of the last time it was booked, prefill_complete, output_block or touch
+    )
     published_at: float  # when peers were last told of the request; set by the publisher
     router_id: int | None  # the peer that admitted the request; None: this replica
     prefill_done: bool = False

@@ -12,7 +12,7 @@ from operator import attrgetter, itemgetter
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
@@ -47,7 +47,7 @@ class Slots:
         # Totals of requests admitted here: booked = live + freed + expired + dropped because their
         # rank was removed.
         self.booked = self.freed = self.expired = self.dropped = 0
-        self.copied = 0  # copies of peers' bookings, in total
+        self.copied = 0  # copies of peers' reservations, in total
         self._trie = PromptTrie()
         self.heard_at = 0.0  # the time argument of the last call
         # Incremented when the live reservations or their touch times change.
@@ -93,7 +93,7 @@ class Slots:
 
     def book(
         self,
-        booking: Booking,
+        spec: ReservationSpec,
         sequence_hashes: bytes,
         now: float,
         router_id: int | None = None,
@@ -103,21 +103,21 @@ class Slots:
         sequence_hashes: 8 bytes little-endian per block, in prompt order; their number need not
         match the number of tokens. router_id: the peer that admitted the request; None: this
         replica. Raises NotFound for an unknown rank, then DuplicateRequest for a live id."""
-        request_id = booking.request_id
-        rank = self.ranks.get((booking.worker_id, booking.dp_rank))
+        request_id = spec.request_id
+        rank = self.ranks.get((spec.worker_id, spec.dp_rank))
         if rank is None:
-            where = rank_text(booking.worker_id, booking.dp_rank)
+            where = rank_text(spec.worker_id, spec.dp_rank)
             raise NotFound(f"Worker {where} not found")
         if (live := self.reservations.get(request_id)) is not None:
             raise DuplicateRequest(request_id, *live.rank.key)
         assert len(sequence_hashes) % HASH_BYTES == 0, "whole hashes"
-        prefill_tokens = booking.prefill_tokens
-        if prefill_tokens is None or not booking.track_prefill_tokens:
+        prefill_tokens = spec.prefill_tokens
+        if prefill_tokens is None or not spec.track_prefill_tokens:
             prefill_tokens = 0
         run, new_blocks = self._trie.insert(sequence_hashes, rank.mask)
         reservation = Reservation(
             request_id,
-            booking,
+            spec,
             rank,
             run,
             len(sequence_hashes) // HASH_BYTES,

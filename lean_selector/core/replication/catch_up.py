@@ -10,10 +10,10 @@ from enum import IntEnum
 
 import msgspec
 
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import ReplicaTarget
-from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 
 MAX_NOTED = 200_000  # ends: of a minute, at 3 000 a second
 
@@ -57,22 +57,22 @@ class CatchUp:
         """Record an event that was applied here, or is published from here."""
         if self._noted is None or event.kind is EventKind.ADD:
             return
-        booking = event.booking
-        key = (event.model_name, event.tenant_id, booking.request_id), _key_of(booking)
+        spec = event.spec
+        key = (event.model_name, event.tenant_id, spec.request_id), _key_of(spec)
         if self._noted.get(key) is not EventKind.FREE:
             self._noted[key] = event.kind
         if len(self._noted) > MAX_NOTED:
             self._noted.popitem(last=False)
 
-    def take(self, live: LiveBooking, now: float) -> Fate:
+    def take(self, live: LiveReservation, now: float) -> Fate:
         """Copy one reservation from a snapshot; its `touched_at` must be in our clock's time.
         Within a partition, call this for the most recently active reservation first."""
         fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
 
-    def _take(self, live: LiveBooking, now: float) -> Fate:
-        rank, request_id = _key_of(live.booking), live.booking.request_id
+    def _take(self, live: LiveReservation, now: float) -> Fate:
+        rank, request_id = _key_of(live.spec), live.spec.request_id
         heard = None if self._noted is None else self._noted.get((_id_of(live), rank))
         if (
             live.router_id == self._router_id  # our state is newer
@@ -87,9 +87,9 @@ class CatchUp:
         if request_id in slots.reservations:
             return Fate.KNOWN
         if heard is EventKind.PREFILL_COMPLETE:
-            live.booking = msgspec.structs.replace(live.booking, prefill_tokens=0)
+            live.spec = msgspec.structs.replace(live.spec, prefill_tokens=0)
             live.prefill_done, live.touched_at = True, now
-        copy = slots.book(live.booking, live.sequence_hashes, now, live.router_id)
+        copy = slots.book(live.spec, live.sequence_hashes, now, live.router_id)
         if live.prefill_done:
             slots.prefill_complete(request_id, now)
         slots.backdate(copy, live.touched_at)
@@ -97,7 +97,7 @@ class CatchUp:
 
 
 def ended_meanwhile(
-    targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveBooking], asked_at: float
+    targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveReservation], asked_at: float
 ) -> Iterator[ReplicaEvent | None]:
     """Compare our copies of a replica's requests with its snapshot; yield the events we missed.
 
@@ -109,7 +109,7 @@ def ended_meanwhile(
     for target in targets:
         for held in list(target.slots.reservations.values()):
             live = by_id.get((target.model_name, target.tenant_id, held.request_id))
-            if live is not None and _key_of(live.booking) != held.rank.key:
+            if live is not None and _key_of(live.spec) != held.rank.key:
                 live = None
             if (
                 held.router_id != router_id
@@ -124,30 +124,32 @@ def ended_meanwhile(
                 target.tenant_id,
                 target.block_size,
                 router_id,
-                held.booking,
+                held.spec,
             )
 
 
-def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
+def live_reservation(
+    target: ReplicaTarget, held: Reservation, own_router_id: int
+) -> LiveReservation:
     """Convert a live reservation for a snapshot. Blocks that the request generated are left out."""
-    live = LiveBooking(
+    live = LiveReservation(
         target.model_name,
         target.tenant_id,
         target.block_size,
         own_router_id if held.router_id is None else held.router_id,
-        held.booking,
+        held.spec,
         target.slots.sequence_hashes_of(held),
         held.prefill_done,
         held.touched_at,
     )
-    if held.prefill_tokens != (held.booking.prefill_tokens or 0):
-        live.booking = msgspec.structs.replace(held.booking, prefill_tokens=held.prefill_tokens)
+    if held.prefill_tokens != (held.spec.prefill_tokens or 0):
+        live.spec = msgspec.structs.replace(held.spec, prefill_tokens=held.prefill_tokens)
     return live
 
 
-def _id_of(live: LiveBooking) -> _Id:
-    return live.model_name, live.tenant_id, live.booking.request_id
+def _id_of(live: LiveReservation) -> _Id:
+    return live.model_name, live.tenant_id, live.spec.request_id
 
 
-def _key_of(booking: Booking) -> RankKey:
-    return booking.worker_id, booking.dp_rank
+def _key_of(spec: ReservationSpec) -> RankKey:
+    return spec.worker_id, spec.dp_rank

@@ -7,12 +7,12 @@ from typing import Protocol
 
 import msgspec
 
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.shapes import (
     Early,
     EventKind,
-    LiveBooking,
+    LiveReservation,
     Publisher,
     ReplicaEvent,
 )
@@ -94,16 +94,13 @@ class ReplicaApplier:
         slots = target.slots
         if event.kind is EventKind.ADD:
             return self._add(slots, event, now)
-        booking = event.booking
-        request_id = booking.request_id
+        spec = event.spec
+        request_id = spec.request_id
         held = slots.reservations.get(request_id)
         if held is None:
             self._remember(event, now)
             return Verdict.UNKNOWN_REQUEST
-        if (
-            held.rank.key != (booking.worker_id, booking.dp_rank)
-            and held.router_id != event.router_id
-        ):
+        if held.rank.key != (spec.worker_id, spec.dp_rank) and held.router_id != event.router_id:
             return Verdict.WORKER_MISMATCH
         if event.kind is EventKind.FREE:
             slots.free(request_id, now)
@@ -113,22 +110,22 @@ class ReplicaApplier:
         return Verdict.APPLIED if completed[1] else Verdict.DUPLICATE
 
     def _add(self, slots: Slots, event: ReplicaEvent, now: float) -> Verdict:
-        booking = event.booking
-        if (booking.worker_id, booking.dp_rank) not in slots.ranks:
+        spec = event.spec
+        if (spec.worker_id, spec.dp_rank) not in slots.ranks:
             return Verdict.RANK
         early = self._early.get(_early_key(event)) if self._early else None
         if early is not None and now - early.at > EARLY_MEMORY_S:
             early = None
         if early is not None and early.kind is EventKind.FREE:
             return Verdict.FREED_EARLY
-        held = slots.reservations.get(booking.request_id)
+        held = slots.reservations.get(spec.request_id)
         if held is not None:
             if held.router_id == event.router_id:
-                slots.touch(booking.request_id, now)  # its owner announces that it still runs
+                slots.touch(spec.request_id, now)  # its owner announces that it still runs
             return Verdict.DUPLICATE
         if early is not None:
-            booking = msgspec.structs.replace(booking, prefill_tokens=None)
-        slots.book(booking, event.sequence_hashes, now, event.router_id)
+            spec = msgspec.structs.replace(spec, prefill_tokens=None)
+        slots.book(spec, event.sequence_hashes, now, event.router_id)
         return Verdict.APPLIED
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
@@ -147,13 +144,13 @@ class ReplicaApplier:
 def _early_key(event: ReplicaEvent) -> _EarlyKey:
     """Return the key under which to store an event that came before its request's ADD. The key
     omits the sender: clients may end a request at another replica than the ADD's sender."""
-    booking = event.booking
+    spec = event.spec
     return (
         event.model_name,
         event.tenant_id,
-        booking.request_id,
-        booking.worker_id,
-        booking.dp_rank,
+        spec.request_id,
+        spec.worker_id,
+        spec.dp_rank,
     )
 
 
@@ -170,30 +167,30 @@ class ReplicaEvents:
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
     ) -> None:
         """Publish that a request was admitted here."""
-        self._tell(EventKind.ADD, target, reservation.booking, sequence_hashes)
+        self._tell(EventKind.ADD, target, reservation.spec, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish the ADD of our request again, so that peers do not expire the request while it
         only generates output. A peer without the request adds it, without prefill tokens (D12)."""
         hashes = target.slots.sequence_hashes_of(reservation)
         only_blocks = msgspec.structs.replace(
-            reservation.booking, track_prefill_tokens=True, prefill_tokens=None
+            reservation.spec, track_prefill_tokens=True, prefill_tokens=None
         )
         self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish that the prefill of our or a peer's request was reported complete here."""
-        self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
+        self._tell(EventKind.PREFILL_COMPLETE, target, reservation.spec)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish that a request ended here. The reservation may have been removed already."""
-        self._tell(EventKind.FREE, target, reservation.booking)
+        self._tell(EventKind.FREE, target, reservation.spec)
 
     def _tell(
         self,
         kind: EventKind,
         target: ReplicaTarget,
-        booking: Booking,
+        spec: ReservationSpec,
         sequence_hashes: bytes = b"",
     ) -> None:
         self.counts[kind] += 1
@@ -204,7 +201,7 @@ class ReplicaEvents:
                 target.tenant_id,
                 target.block_size,
                 self.router_id,
-                booking,
+                spec,
                 sequence_hashes,
             )
         )
@@ -283,28 +280,28 @@ class ReplicaSequences:
 
 
 # -- restoring -------------------------------------------------------------------------------------
-# Restore the bookings that were live when an earlier process ended.
+# Restore the reservations that were live when an earlier process ended.
 #
 # These are not published, because peers already know them. Time is an argument, in this process's
 # monotonic seconds, and may be before its start.
 
 
-def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:
+def restore(target: ReplicaTarget, live: LiveReservation, router_id: int | None) -> bool:
     """Restore a reservation from before a restart, with its old times. Call this for the least
     recently active reservation first.
 
     `router_id` is the peer that admitted the request; None: this replica. Return False, and books
     nothing, if the rank is not registered, the id is already live, or the block size differs."""
-    slots, booking = target.slots, live.booking
-    request_id = booking.request_id
+    slots, spec = target.slots, live.spec
+    request_id = spec.request_id
     if (
         live.block_size != target.block_size
-        or (booking.worker_id, booking.dp_rank) not in slots.ranks
+        or (spec.worker_id, spec.dp_rank) not in slots.ranks
         or request_id in slots.reservations
     ):
         return False
-    booked = slots.book(booking, live.sequence_hashes, live.touched_at, router_id)
-    booked.ahead_tokens = 0  # what waited at its booking is unknown
+    booked = slots.book(spec, live.sequence_hashes, live.touched_at, router_id)
+    booked.ahead_tokens = 0  # what waited as it was booked is unknown
     if live.prefill_done:
         slots.prefill_complete(request_id, live.touched_at)
     return True

@@ -8,7 +8,7 @@ a request expires (slot_tracker.md section 3.5; D12). Peers' events change reser
 from collections.abc import Sequence
 from typing import Protocol
 
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 
@@ -98,9 +98,9 @@ class Ledger:
         self._events = shared.events
         self._republish_after_s = shared.republish_after_s
 
-    def book(self, booking: Booking, sequence_hashes: bytes, now: float) -> Reservation:
+    def book(self, spec: ReservationSpec, sequence_hashes: bytes, now: float) -> Reservation:
         """Admit a request. Raises NotFound for an unknown rank, DuplicateRequest for a live id."""
-        reservation = self.slots.book(booking, sequence_hashes, now)
+        reservation = self.slots.book(spec, sequence_hashes, now)
         if self._events is not None:
             self._events.booked(self, reservation, sequence_hashes)
         return reservation

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 import msgspec
 
-from lean_selector.core.load.shapes import Booking
+from lean_selector.core.load.shapes import ReservationSpec
 
 
 class EventKind(IntEnum):
@@ -14,14 +14,14 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event between replicas. Only an ADD needs the prompt and most fields of `booking`."""
+    """One event between replicas. Only an ADD needs the prompt and most fields of `spec`."""
 
     kind: EventKind
     model_name: str
     tenant_id: str
     block_size: int
     router_id: int  # the sender, which may not be the replica that admitted the request
-    booking: Booking
+    spec: ReservationSpec
     sequence_hashes: bytes = b""  # 8 bytes LE per block
     sequence: int | None = None  # the sender's number for the event; the reference sends none
 
@@ -31,14 +31,14 @@ class Early(msgspec.Struct, frozen=True, gc=False):
     at: float
 
 
-class LiveBooking(msgspec.Struct, gc=False):
-    """A live reservation in a snapshot. `booking.prefill_tokens` omits tokens already computed."""
+class LiveReservation(msgspec.Struct, gc=False):
+    """A live reservation in a snapshot. `spec.prefill_tokens` omits tokens already computed."""
 
     model_name: str
     tenant_id: str
     block_size: int
     router_id: int  # the replica that admitted it
-    booking: Booking
+    spec: ReservationSpec
     sequence_hashes: bytes  # 8 bytes LE per block
     prefill_done: bool
     touched_at: float  # on the clock of the process that holds this record

@@ -60,9 +60,9 @@ class Partition:
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
     ) -> None:
-        """`ledgers`, shared by all partitions, publishes bookings to other replicas. If it is None,
-        bookings are not published. `routed` marks booked prompts as cached, in `index` or in a
-        separate index. `sessions` is None if sessions are off."""
+        """`ledgers`, shared by all partitions, publishes reservations to other replicas. If it is
+        None, reservations are not published. `routed` marks booked prompts as cached, in `index` or
+        in a separate index. `sessions` is None if sessions are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size

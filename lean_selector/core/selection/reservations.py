@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from lean_selector.core.errors import BadRequest, Conflict, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.health.ejections import FAILED, REFUSED
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog
@@ -47,23 +47,23 @@ class Reservations:
 
     # -- booking -----------------------------------------------------------------------------------
 
-    def book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
+    def book(self, partition: Partition, spec: ReservationSpec, prompt: Prompt, now: float) -> None:
         """Book a rank for a prompt. Raises NotFound or Conflict, with nothing booked."""
-        reservation_id = booking.request_id
+        reservation_id = spec.request_id
         sequence = prompt.sequence_hashes()
         if reservation_id in self._booked:
             elsewhere = self.local_holder(reservation_id)
             if elsewhere is not None and elsewhere is not partition:
                 raise _duplicate(elsewhere, reservation_id)
-        partition.ledger.book(booking, sequence, now)
+        partition.ledger.book(spec, sequence, now)
         if partition.routed is not None:
-            key = booking.worker_id, booking.dp_rank
+            key = spec.worker_id, spec.dp_rank
             partition.assume_cached(key, prompt, now)
         self._booked[reservation_id] = partition
 
     def book_choice(
         self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
-    ) -> Booking:
+    ) -> ReservationSpec:
         """Book a choice, and bind its session to the chosen rank. Raises NotFound, Conflict, or
         BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
@@ -71,7 +71,7 @@ class Reservations:
         if session_id is not None:
             self.check_free(partition, reservation_id)
             check_session(partition, session_id, worker_id, dp_rank, now)
-        booking = Booking(
+        spec = ReservationSpec(
             reservation_id,
             worker_id,
             dp_rank,
@@ -81,10 +81,10 @@ class Reservations:
             None,
             chosen.expected_output_tokens,
         )
-        self.book(partition, booking, prompt, now)
+        self.book(partition, spec, prompt, now)
         if session_id is not None and partition.sessions is not None:
             partition.sessions.book(session_id, reservation_id, worker_id, dp_rank, now)
-        return booking
+        return spec
 
     def check_free(self, partition: Partition, reservation_id: str) -> None:
         """Raise Conflict if a reservation of the partition or of this replica has this id."""
@@ -123,7 +123,7 @@ class Reservations:
             self.check_unclaimed(reservation_id, partition)
         if dp_rank not in worker.ranks:
             raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
-        booking = Booking(
+        spec = ReservationSpec(
             reservation_id,
             worker_id,
             dp_rank,
@@ -133,8 +133,8 @@ class Reservations:
             None,
             expected_output_tokens,
         )
-        self.book(partition, booking, prompt, now)
-        return _booked(partition, booking, worker)
+        self.book(partition, spec, prompt, now)
+        return _booked(partition, spec, worker)
 
     def replay(
         self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
@@ -150,8 +150,8 @@ class Reservations:
             )
         if self._dialect.claims_ids:
             self.check_unclaimed(reservation_id, partition)
-        booking = self.book_choice(partition, cached, reservation_id, now)
-        return _booked(partition, booking, worker)
+        spec = self.book_choice(partition, cached, reservation_id, now)
+        return _booked(partition, spec, worker)
 
     def check_unclaimed(self, reservation_id: str, partition: Partition) -> None:
         """Raise Conflict if the id is booked at this replica, used by a queued request, or live in
@@ -190,7 +190,7 @@ class Reservations:
 
     def holders(self, reservation_id: str) -> list[Partition]:
         """Return the partition where this replica booked the id. If there is none, return all
-        partitions with a peer's booking (D4). Raises NotFound if the id is live nowhere."""
+        partitions with a peer's reservation (D4). Raises NotFound if the id is live nowhere."""
         local = self.local_holder(reservation_id)
         if local is not None:
             return [local]
@@ -274,7 +274,7 @@ class Reservations:
             rank.counts.report_cached(
                 cached_tokens,
                 reservation.block_count,
-                reservation.booking.prefill_tokens,
+                reservation.spec.prefill_tokens,
                 partition.block_size,
                 known_tokens,
             )
@@ -318,13 +318,13 @@ class Reservations:
         return sum(partition.slots.arrived for partition in self._catalog.partitions.values())
 
 
-def _booked(partition: Partition, booking: Booking, worker: SchedulableWorker) -> Booked:
+def _booked(partition: Partition, spec: ReservationSpec, worker: SchedulableWorker) -> Booked:
     return Booked(
-        booking.request_id,
+        spec.request_id,
         partition.model_name,
         partition.tenant_id,
-        booking.worker_id,
-        booking.dp_rank,
+        spec.worker_id,
+        spec.dp_rank,
         worker.endpoint,
     )
 

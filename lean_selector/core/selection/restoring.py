@@ -1,11 +1,12 @@
 """Restore the state of an earlier process into a new selector.
 
-Partitions are restored before their workers, workers before their bookings. Peers are not told."""
+Partitions are restored before their workers, workers before their reservations. Peers are not
+told."""
 
 from collections.abc import Iterable
 
 from lean_selector.core.replication.events import restore
-from lean_selector.core.replication.shapes import LiveBooking
+from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import PartitionKey
@@ -20,13 +21,13 @@ def restore_partition(
     partition.restore(members)
 
 
-def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
+def restore_reservation(selector: Selector, live: LiveReservation, router_id: int | None) -> bool:
     """Restore a reservation of an earlier process. `router_id`: the replica that admitted the
     request; None: this replica. Return False if the reservation could not be restored."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False
-    request_id, reservations = live.booking.request_id, selector.reservations
+    request_id, reservations = live.spec.request_id, selector.reservations
     if router_id is not None:
         return restore(partition, live, router_id)
     if reservations.local_holder(request_id) is not None or not restore(partition, live, None):

@@ -68,7 +68,7 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
 # Steering does not affect whether a request is queued or shed. It selects among the ranks that the
 # request may use. A usable target is chosen even if it is busy, and so is the rank of a hard
 # session. The rank of a soft session only costs less. An unusable rank is ignored, with one
-# exception: a booking with a hard session is refused if other requests could use the session's
+# exception: a reservation with a hard session is refused if other requests could use the session's
 # rank. Spec selection_16.md 3 and 6.
 
 

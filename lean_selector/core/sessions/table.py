@@ -40,14 +40,14 @@ def check_session_id(session_id: str) -> None:
 
 
 class SessionCounts:
-    """The number of session bookings by result, and the number of expired bindings."""
+    """The number of session reservations by result, and the number of expired bindings."""
 
     def __init__(self) -> None:
-        self.followed = 0  # bookings on the rank to which the session was bound
-        self.bound = 0  # bookings of sessions that were not bound
-        self.moved = 0  # bookings that moved the binding
-        self.refused = 0  # bookings that could not use the session's rank
-        self.unbound = 0  # bookings that made no binding, because the table was full
+        self.followed = 0  # reservations on the rank to which the session was bound
+        self.bound = 0  # reservations of sessions that were not bound
+        self.moved = 0  # reservations that moved the binding
+        self.refused = 0  # reservations that could not use the session's rank
+        self.unbound = 0  # reservations that made no binding, because the table was full
         self.expired = 0  # expired bindings
 
 
@@ -168,7 +168,7 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """Count that a booking on another rank was refused, and end the session's binding."""
+        """Count that a reservation on another rank was refused, and end the session's binding."""
         self.counts.refused += 1
         self._drop(session_id)
 

@@ -11,7 +11,7 @@ from lean_selector.core.errors import BadRequest, NotFound
 from lean_selector.core.load.busy import MAX_REMEMBERED, BusyThresholds, Headroom
 from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits
 from lean_selector.core.load.slots import Slots
-from tests.support.bookings import book
+from tests.support.reservations import book
 
 LIMIT = BusyThreshold(active_prefill_tokens=10_000, active_decode_blocks=0.85)
 SCOPE = ("model", "default")

@@ -9,8 +9,8 @@ import pytest
 
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots
-from tests.support.bookings import book
 from tests.support.driven_selector import pack
+from tests.support.reservations import book
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
     asked = slots, "a", 1, 0, pack([1, -22]), 48, 3.0
     booked = book(*asked, router_id=5, lora_name="l", expected_output_tokens=9)
     assert (booked.is_replica, booked.router_id) == (True, 5)
-    assert (booked.booking.lora_name, booked.booking.expected_output_tokens) == ("l", 9)
+    assert (booked.spec.lora_name, booked.spec.expected_output_tokens) == ("l", 9)
     assert (booked.touched_at, booked.published_at) == (3.0, 3.0)
     assert (booked.block_count, booked.prefill_tokens) == (2, 48)
     book(slots, "b", 1, 1, pack([1]), 0, 0.0)

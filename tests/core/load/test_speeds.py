@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.load.rank_load import RankCounts
-from lean_selector.core.load.shapes import Booking
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.load.speeds import (
     LEAST_TOKENS,
@@ -32,15 +32,15 @@ class Ranks:
         self, rank: int, seconds_per_token: float, tokens: int = 2_000, completes: bool = True
     ) -> None:
         self._serial += 1
-        booking = Booking(f"{self._serial}", rank, 0, prefill_tokens=tokens)
-        held = self.slots.book(booking, b"", self.now)
+        spec = ReservationSpec(f"{self._serial}", rank, 0, prefill_tokens=tokens)
+        held = self.slots.book(spec, b"", self.now)
         self.now += seconds_per_token * tokens
         if completes:
             self.speeds.completed(held, None, self.now)
-            self.slots.prefill_complete(booking.request_id, self.now)
+            self.slots.prefill_complete(spec.request_id, self.now)
         else:
             self.speeds.ended(held, self.now)
-        self.slots.free(booking.request_id, self.now)
+        self.slots.free(spec.request_id, self.now)
 
     def all_serve(self, *seconds_per_token: float, times: int = WINDOW) -> None:
         for _ in range(times):

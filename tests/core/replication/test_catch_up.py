@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from lean_selector.core.replication import catch_up as module
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
 from lean_selector.core.replication.events import Verdict
-from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
-from tests.support.bookings import book, changed
+from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 from tests.support.one_partition import (
     COPIES_EXPIRE_S,
     HERE,
@@ -22,6 +21,7 @@ from tests.support.one_partition import (
     Replica,
     event,
 )
+from tests.support.reservations import book, changed
 
 
 def starting(ranks: int = 2) -> tuple[Replica, CatchUp]:
@@ -31,7 +31,7 @@ def starting(ranks: int = 2) -> tuple[Replica, CatchUp]:
     return replica, replica.catch_up
 
 
-def booking(request_id: str = "r", **changes: object) -> LiveBooking:
+def spec(request_id: str = "r", **changes: object) -> LiveReservation:
     owner = Replica(PEER)
     owner.add(request_id)
     (taken,) = owner.snapshot()
@@ -47,7 +47,7 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     copy = here.slots.reservations["r"]
     assert copy.router_id == PEER
     assert (copy.rank.key, copy.prefill_tokens, copy.prefill_done) == ((7, 1), 48, False)
-    expected = copy.booking.lora_name, copy.booking.expected_output_tokens
+    expected = copy.spec.lora_name, copy.spec.expected_output_tokens
     assert (*expected, copy.touched_at) == ("a", 9, 5.0)
     assert here.slots.sequence_hashes_of(copy) == PROMPT
     assert here.published == []
@@ -65,7 +65,7 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
 )
 def test_what_does_not_fit_is_not_booked(changes: dict[str, Any], fate: Fate) -> None:
     here, catch_up = starting()
-    assert catch_up.take(booking(**changes), 0.0) is fate
+    assert catch_up.take(spec(**changes), 0.0) is fate
     assert catch_up.counts[fate] == sum(catch_up.counts) == 1
     assert not here.slots.reservations
 
@@ -75,17 +75,17 @@ def test_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     here, catch_up = starting()
     for n in range(3):
         here.hear(event(EventKind.FREE, f"ended{n}"))
-    assert catch_up.take(booking("ended0"), 0.0) is Fate.BOOKED  # the oldest was forgotten
-    assert catch_up.take(booking("ended2"), 0.0) is Fate.KNOWN
+    assert catch_up.take(spec("ended0"), 0.0) is Fate.BOOKED  # the oldest was forgotten
+    assert catch_up.take(spec("ended2"), 0.0) is Fate.KNOWN
 
 
 def test_what_is_live_already_or_unlisted_is_known() -> None:
     here, catch_up = starting()
-    assert catch_up.take(booking("r"), 0.0) is Fate.BOOKED
-    assert catch_up.take(booking("r"), 0.0) is Fate.KNOWN
+    assert catch_up.take(spec("r"), 0.0) is Fate.BOOKED
+    assert catch_up.take(spec("r"), 0.0) is Fate.KNOWN
     catch_up.end()
     here.hear(event(EventKind.FREE, "r"))
-    assert catch_up.take(booking("r"), 0.0) is Fate.BOOKED  # its end was not noted
+    assert catch_up.take(spec("r"), 0.0) is Fate.BOOKED  # its end was not noted
 
 
 def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
@@ -103,7 +103,7 @@ def test_what_an_owner_no_longer_lists_has_ended_and_nothing_else() -> None:
     told_now = list(ended_meanwhile([here.ledger], PEER, owner.snapshot(), asked_at=5.0))
     events = [said for said in told_now if said is not None]
     assert len(told_now) == len(here.slots.reservations) == 6
-    assert [(said.kind, said.booking.request_id) for said in events] == [
+    assert [(said.kind, said.spec.request_id) for said in events] == [
         (EventKind.PREFILL_COMPLETE, "past its prefill"),
         (EventKind.FREE, "ended"),
     ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.shapes import Booking
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.replication.events import (
     EARLY_MEMORY_S,
     MAX_EARLY,
@@ -14,7 +14,6 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.shapes import ReplicaEvent
-from tests.support.bookings import changed
 from tests.support.one_partition import (
     ADD,
     COMPLETE,
@@ -27,6 +26,7 @@ from tests.support.one_partition import (
     Load,
     Replica,
 )
+from tests.support.reservations import changed
 
 
 @pytest.mark.parametrize(
@@ -160,14 +160,14 @@ def test_the_memory_of_early_events_is_bounded_and_forgets_the_oldest() -> None:
 
 def test_prompt_adapter_and_expected_output_travel_with_an_admission() -> None:
     here = Replica()
-    booking = Booking(
+    spec = ReservationSpec(
         "r", 7, 0, lora_name="adapter", track_prefill_tokens=False, expected_output_tokens=5
     )
-    here.ledger.book(booking, PROMPT, 0.0)
+    here.ledger.book(spec, PROMPT, 0.0)
     here.complete()
     admission, completion = here.published
-    assert (admission.booking, admission.sequence_hashes) == (booking, PROMPT)
-    assert completion.booking.lora_name == "adapter"
+    assert (admission.spec, admission.sequence_hashes) == (spec, PROMPT)
+    assert completion.spec.lora_name == "adapter"
 
 
 def test_a_sign_of_life_renews_a_copy_and_books_the_blocks_where_there_is_none() -> None:

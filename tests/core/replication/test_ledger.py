@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lean_selector.core.errors import DuplicateRequest, NotFound, SelectorError
-from lean_selector.core.load.shapes import Booking
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
 from lean_selector.core.replication.ledger import (
@@ -18,12 +18,12 @@ from lean_selector.core.replication.ledger import (
     republish_after_s,
 )
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from tests.support.bookings import replica_event
 from tests.support.driven_selector import pack
+from tests.support.reservations import replica_event
 
 OURS, PEER = 1, 2
 PROMPT = pack([101, 202, 303])
-BOOKING = Booking("ours", 7, 0, prefill_tokens=48, expected_output_tokens=9)
+BOOKING = ReservationSpec("ours", 7, 0, prefill_tokens=48, expected_output_tokens=9)
 ADD, COMPLETE, FREE = EventKind.ADD, EventKind.PREFILL_COMPLETE, EventKind.FREE
 
 
@@ -53,7 +53,7 @@ class Books:
 
     def told(self) -> list[tuple[EventKind, str]]:
         """What was published since it was asked last."""
-        told = [(event.kind, event.booking.request_id) for event in self.published]
+        told = [(event.kind, event.spec.request_id) for event in self.published]
         self.published.clear()
         return told
 
@@ -107,15 +107,17 @@ def test_calls_for_what_is_not_live_do_and_tell_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("booking", "error"),
-    [(Booking("new", 8, 0), NotFound), (Booking("ours", 7, 0), DuplicateRequest)],
+    ("spec", "error"),
+    [(ReservationSpec("new", 8, 0), NotFound), (ReservationSpec("ours", 7, 0), DuplicateRequest)],
 )
-def test_what_cannot_be_booked_is_not_told(booking: Booking, error: type[SelectorError]) -> None:
+def test_what_cannot_be_booked_is_not_told(
+    spec: ReservationSpec, error: type[SelectorError]
+) -> None:
     books = Books()
     books.ledger.book(BOOKING, PROMPT, 0.0)
     books.told()
     with pytest.raises(error):
-        books.ledger.book(booking, PROMPT, 0.0)
+        books.ledger.book(spec, PROMPT, 0.0)
     assert books.told() == []
 
 
@@ -141,8 +143,8 @@ def test_a_request_that_only_its_owner_hears_of_is_said_to_live_now_and_then(
         touch(books, now)
     assert len(books.published) == 1
     sign = books.published[0]
-    assert (sign.kind, sign.booking.prefill_tokens, sign.sequence_hashes) == (ADD, None, PROMPT)
-    assert sign.booking.expected_output_tokens == 9
+    assert (sign.kind, sign.spec.prefill_tokens, sign.sequence_hashes) == (ADD, None, PROMPT)
+    assert sign.spec.expected_output_tokens == 9
 
 
 def test_a_copy_is_never_said_to_live_by_who_did_not_admit_it() -> None:
@@ -168,7 +170,7 @@ def test_expiry_goes_on_behind_the_ledger_where_it_stopped() -> None:
     books = Books("a", "b")
     for tenant, ledger in books.ledgers.items():
         for n in range(3):
-            ledger.book(Booking(f"{tenant}{n}", 7, 0), b"", float(n))
+            ledger.book(ReservationSpec(f"{tenant}{n}", 7, 0), b"", float(n))
     books.told()
     assert books.expire(1_000.0, max_steps=2) == ["a0", "a1"]
     assert books.expire(1_000.0, max_steps=2) == ["b0", "b1"]
@@ -183,7 +185,7 @@ def test_nobody_is_told_where_there_are_no_peers() -> None:
     for call in (ledger.prefill_complete, ledger.output_block, ledger.free):
         reservation = call("ours", 1_000.0)
         assert reservation is not None
-        assert reservation.booking is BOOKING
+        assert reservation.spec is BOOKING
     assert not ledger.slots.reservations
 
 
@@ -232,7 +234,7 @@ def test_expiry_goes_on_with_the_next_of_many_ledgers_and_comes_round() -> None:
     books = Books("a", "b", "c", "d")
     for tenant, ledger in books.ledgers.items():
         for n in range(2):
-            ledger.book(Booking(f"{tenant}{n}", 7, 0), b"", float(n))
+            ledger.book(ReservationSpec(f"{tenant}{n}", 7, 0), b"", float(n))
     gone = [books.expire(1_000.0, max_steps=1) for _ in range(9)]
     assert [each for some in gone for each in some] == [
         *("a0", "b0", "c0", "d0"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
-from lean_selector.core.load.shapes import Booking, BusyThreshold
+from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Placement
@@ -112,7 +112,7 @@ def test_a_taken_id_is_said_before_a_session_that_is_bound_elsewhere(
 
 
 def test_an_id_that_a_peer_booked_binds_no_session(driven: DrivenSelector) -> None:
-    driven.partition.slots.book(Booking("a", 1, 0), b"", driven.now, router_id=77)
+    driven.partition.slots.book(ReservationSpec("a", 1, 0), b"", driven.now, router_id=77)
     with pytest.raises(Conflict, match="Request a already exists"):
         book(driven, "a")
     assert len(sessions_of(driven)) == 0

@@ -28,9 +28,9 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
-from tests.support.bookings import book
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.operations import lines_run
+from tests.support.reservations import book
 
 PROMPT = list(range(1, 41))
 TEMPERATURES = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-4, 1e-300]

@@ -20,7 +20,7 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.scheduler import eligible, not_busy
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
-from tests.support.bookings import book
+from tests.support.reservations import book
 
 BLOCK_SIZE = 4
 HASHES = b"".join(number.to_bytes(8, "little") for number in (1, 2, 3))

@@ -18,8 +18,8 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
-from tests.support.bookings import book
 from tests.support.driven_selector import DrivenSelector, pack, prompt_of
+from tests.support.reservations import book
 
 RANK = "WorkerWithDpRank { worker_id: 1, dp_rank: 0 }"
 NO_ENDPOINTS = "no endpoints available to route work"

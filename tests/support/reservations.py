@@ -4,11 +4,11 @@ from typing import TypeVar
 
 import msgspec
 
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 
-Record = TypeVar("Record", ReplicaEvent, LiveBooking)
+Record = TypeVar("Record", ReplicaEvent, LiveReservation)
 
 
 def book(
@@ -28,10 +28,10 @@ def book(
 ) -> Reservation:
     tokens = prefill_tokens or None
     expected = prefill_duration_s, expected_output_tokens
-    booking = Booking(
+    spec = ReservationSpec(
         request_id, worker_id, dp_rank, lora_name, track_prefill_tokens, tokens, *expected
     )
-    return slots.book(booking, sequence_hashes, now, router_id)
+    return slots.book(spec, sequence_hashes, now, router_id)
 
 
 def replica_event(
@@ -53,13 +53,13 @@ def replica_event(
 ) -> ReplicaEvent:
     tokens = track_prefill_tokens, prefill_tokens
     expected = prefill_duration_s, expected_output_tokens
-    booking = Booking(request_id, worker_id, dp_rank, lora_name, *tokens, *expected)
+    spec = ReservationSpec(request_id, worker_id, dp_rank, lora_name, *tokens, *expected)
     return ReplicaEvent(
-        kind, model_name, tenant_id, block_size, router_id, booking, sequence_hashes, sequence
+        kind, model_name, tenant_id, block_size, router_id, spec, sequence_hashes, sequence
     )
 
 
-def live_booking_of(
+def live_reservation_of(
     model_name: str,
     tenant_id: str,
     block_size: int,
@@ -74,15 +74,17 @@ def live_booking_of(
     touched_at: float,
     lora_name: str | None = None,
     expected_output_tokens: int | None = None,
-) -> LiveBooking:
+) -> LiveReservation:
     expected = prefill_duration_s, expected_output_tokens
-    booking = Booking(request_id, worker_id, dp_rank, lora_name, True, prefill_tokens, *expected)
+    spec = ReservationSpec(
+        request_id, worker_id, dp_rank, lora_name, True, prefill_tokens, *expected
+    )
     where = model_name, tenant_id, block_size, router_id
-    return LiveBooking(*where, booking, sequence_hashes, prefill_done, touched_at)
+    return LiveReservation(*where, spec, sequence_hashes, prefill_done, touched_at)
 
 
 def changed(record: Record, **fields: object) -> Record:
     """The same with other fields, be they its own or its booking's."""
     own = {name: fields.pop(name) for name in record.__struct_fields__ if name in fields}
-    booking = msgspec.structs.replace(record.booking, **fields)
-    return msgspec.structs.replace(record, booking=booking, **own)
+    spec = msgspec.structs.replace(record.spec, **fields)
+    return msgspec.structs.replace(record, spec=spec, **own)
