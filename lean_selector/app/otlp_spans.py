@@ -56,15 +56,15 @@ class OtlpSpans:
         span, began = self._open.pop(proxied, (None, 0))
         if span is None or not span.is_recording():
             return
-        routed, lease, timing = proxied.routed, proxied.lease, proxied.timing
+        routed, use, timing = proxied.routed, proxied.use, proxied.timing
         told: dict[str, Any] = {"http.response.status_code": proxied.status or 499}
         if routed is not None:
             told["gen_ai.request.model"] = routed.model_name
-        if lease is not None:
-            address, _, port = lease.endpoint.text.partition("://")[2].rpartition(":")
+        if use is not None:
+            address, _, port = use.endpoint.text.partition("://")[2].rpartition(":")
             told |= {"server.address": address, "server.port": int(port)}
-            if lease.overlap_tokens is not None:
-                told["lean_selector.overlap_tokens"] = lease.overlap_tokens
+            if use.overlap_tokens is not None:
+                told["lean_selector.overlap_tokens"] = use.overlap_tokens
         if proxied.tried:
             told["lean_selector.tried"] = len(proxied.tried)
         if timing is not None and timing.lengths is not None:

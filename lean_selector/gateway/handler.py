@@ -28,7 +28,7 @@ from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.model_request import ROUTED_PATHS
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerUse
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import HttpError, Request
 from lean_selector.http.protocol import App
@@ -176,25 +176,25 @@ class GatewayHandler:
         self._counts.answers[status] += 1
         return refusal(status, message, code, id_line(request_id))
 
-    def _failed(self, lease: WorkerLease, outcome: str) -> None:
-        self._rotation.report(lease.endpoint, outcome, monotonic())
+    def _failed(self, use: WorkerUse, outcome: str) -> None:
+        self._rotation.report(use.endpoint, outcome, monotonic())
 
     def _over(self, proxied: ProxiedRequest) -> None:
         self._under_way.discard(proxied)
-        lease = proxied.lease
-        if lease is not None and proxied.outcome is not None:
-            self._rotation.report(lease.endpoint, proxied.outcome, monotonic())
+        use = proxied.use
+        if use is not None and proxied.outcome is not None:
+            self._rotation.report(use.endpoint, proxied.outcome, monotonic())
         routed, timing = proxied.routed, proxied.timing
-        if lease is not None and routed is not None and timing is not None:
+        if use is not None and routed is not None and timing is not None:
             path = proxied.request.path
-            self._counts.genai.add(path, routed.model_name, lease.endpoint, timing)
+            self._counts.genai.add(path, routed.model_name, use.endpoint, timing)
         if self._spans is not None:
             self._spans.end(proxied)
         if self._access_log:
             self._log(proxied)
 
     def _log(self, proxied: ProxiedRequest) -> None:
-        request, lease = proxied.request, proxied.lease
+        request, use = proxied.request, proxied.use
         fields: dict[str, object] = {
             "method": request.method.decode("latin-1"),
             "path": request.path.decode("latin-1")[:1024],
@@ -202,10 +202,10 @@ class GatewayHandler:
             "duration_us": round(proxied.age_s * 1e6),
             "request_id": proxied.request_id.decode("latin-1"),
         }
-        if lease is not None:
-            fields["worker"] = lease.endpoint.text
-            if lease.overlap_tokens is not None:
-                fields["overlap_tokens"] = lease.overlap_tokens
+        if use is not None:
+            fields["worker"] = use.endpoint.text
+            if use.overlap_tokens is not None:
+                fields["overlap_tokens"] = use.overlap_tokens
                 if proxied.why_unknown is not None:
                     fields["prompt"] = proxied.why_unknown.why.value
                     fields["prompt_detail"] = proxied.why_unknown.text[:MOST_DETAIL_CHARACTERS]
@@ -237,9 +237,9 @@ class GatewayHandler:
         for proxied in list(self._under_way):
             if limit_s is not None and not proxied.reply.begun and proxied.age_s > limit_s:
                 proxied.time_out(limit_s)
-            elif proxied.lease is not None and now - proxied.lease_since > self._touch_after_s:
-                proxied.lease_since = now
-                proxied.lease.touch()
+            elif proxied.use is not None and now - proxied.used_since > self._touch_after_s:
+                proxied.used_since = now
+                proxied.use.touch()
 
     def _log_troubles(self) -> None:
         """Logs one line per kind of failure and worker, because a killed worker fails many

@@ -35,7 +35,7 @@ from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerUse
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
@@ -90,14 +90,14 @@ class Chooser:
 
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
-    ) -> Steps[WorkerLease]:
+    ) -> Steps[WorkerUse]:
         """Chooses and reserves a worker that is not in `avoided`. Raises NotChosen and Shed. A
         cancelled call reserves nothing."""
         started, status = perf_counter(), 499
         try:
-            lease = yield from self._choose(routed, reservation_id, avoided)
+            use = yield from self._choose(routed, reservation_id, avoided)
             status = 200
-            return lease
+            return use
         except NotChosen:
             status = 503
             raise
@@ -128,7 +128,7 @@ class Chooser:
 
     def _choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
-    ) -> Steps[WorkerLease]:
+    ) -> Steps[WorkerUse]:
         selector = self._selector
         partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
         request = SelectionRequest(routed.prompt, selector.terms_of(routed.model_name))
@@ -153,7 +153,7 @@ class Chooser:
         rank = partition.slots.ranks.get((placement.worker_id, placement.dp_rank))
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
-        lease = _Reservation(
+        use = _Reservation(
             selector,
             reservation_id,
             endpoint,
@@ -164,8 +164,8 @@ class Chooser:
         )
         if rank is not None:
             counts = rank.counts
-            lease.misses_blocks = counts.recent_missed > MOST_MISSED * counts.recent_tokens
-        return lease
+            use.misses_blocks = counts.recent_missed > MOST_MISSED * counts.recent_tokens
+        return use
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
         """Return the recently ejected workers that must get no more requests now, because a rank
@@ -218,8 +218,8 @@ def _allowed(
     return others if partition.ranks_of(others) & partition.candidates else left
 
 
-class _Reservation(WorkerLease):
-    """A lease (claim on a worker until the request ends) with a reservation at the selector."""
+class _Reservation(WorkerUse):
+    """A use (claim on a worker until the request ends) with a reservation at the selector."""
 
     def __init__(
         self,
@@ -331,14 +331,14 @@ class Placing:
         if proxied.attempts >= MOST_ATTEMPTS:
             proxied.fail(502, none_served, "bad_gateway")
             return
-        lease = proxied.lease  # after a stale connection: try the same worker again
-        if lease is None:
+        use = proxied.use  # after a stale connection: try the same worker again
+        if use is None:
             try:
-                lease = yield from self._lease(proxied)
+                use = yield from self._find_worker(proxied)
             except Shed as shed:
                 proxied.fail(self._overload_status, str(shed), "overloaded", shed.line)
                 return
-            if lease is None:
+            if use is None:
                 if proxied.why and proxied.unknown:  # a worker that comes may serve it
                     proxied.fail(503, proxied.unknown, "model_not_known_yet", RETRY_AFTER)
                 elif proxied.why:
@@ -347,22 +347,22 @@ class Placing:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
             routed = proxied.routed
-            if lease.misses_blocks and routed is not None and routed.takes_reports:
-                lease.body = self._prompts.with_report(routed.body, lease.endpoint.text)
-                self._counts.full_reports += lease.body is not None
-            proxied.takes(lease)
-            connection = lease.endpoint.kept()
+            if use.misses_blocks and routed is not None and routed.takes_reports:
+                use.body = self._prompts.with_report(routed.body, use.endpoint.text)
+                self._counts.full_reports += use.body is not None
+            proxied.take_over(use)
+            connection = use.endpoint.kept()
         else:
             connection = None
         if connection is None:
             try:
-                connection = yield from self._connected(lease.endpoint)
+                connection = yield from self._connected(use.endpoint)
             except (OSError, ValueError) as failure:
                 proxied.refused(reason(failure))
                 return
         proxied.sent(connection)
 
-    def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
+    def _find_worker(self, proxied: ProxiedRequest) -> Steps[WorkerUse | None]:
         """Chooses a worker that has not failed this request. Return None if no worker is left."""
         routed, fleet = proxied.routed, self._fleet
         if routed is not None:
@@ -381,7 +381,7 @@ class Placing:
             is_post = proxied.request.method == b"POST"
             among = fleet.may_serve(peeked_model(proxied.request.body) if is_post else None)
         endpoint = self._rotation.next(proxied.tried, among)
-        return None if endpoint is None else WorkerLease(endpoint)
+        return None if endpoint is None else WorkerUse(endpoint)
 
     def _connected(self, endpoint: Upstream) -> Steps[ClientConnection]:
         self._counts.connections_made += 1

@@ -3,7 +3,7 @@
 Anything may happen at any time: the worker refuses the connection, sheds the request, answers 500,
 or dies amid its answer; the client goes, or reads slowly; the search for a worker ends after the
 client has gone. Whatever happens, the client must get one answer, or see that it broke off, and the
-lease (the claim on the worker) must end exactly once: a lease that stays makes its worker look busy
+use (the claim on the worker) must end exactly once: a use that stays makes its worker look busy
 for ever, and one that ends twice makes the next request's load vanish.
 
 The rule: until the client has received a byte, everything can be taken back, so another worker is
@@ -54,7 +54,7 @@ from lean_selector.gateway.genai_metrics import Timing
 from lean_selector.gateway.headers import answer_lines, id_line, is_stream, refusal, request_lines
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
-from lean_selector.gateway.upstreams import WorkerLease
+from lean_selector.gateway.upstreams import WorkerUse
 from lean_selector.http.body import UnboundedBody
 from lean_selector.http.client import AnswerHead, ClientConnection
 from lean_selector.http.head import Request
@@ -90,20 +90,20 @@ class ProxiedRequest:
         lease_id: str,
         counts: Counts,
         place: "Callable[[ProxiedRequest], asyncio.Task[None] | None]",
-        on_failed: Callable[[WorkerLease, str], None],
+        on_failed: Callable[[WorkerUse, str], None],
         on_over: "Callable[[ProxiedRequest], None]",
         token: Callable[[], bytes] | None = None,
     ) -> None:
         """`place` finds a worker and calls `refused`, `fail` or `sent`, at once or in the task that
-        it returns. `on_failed(lease, outcome)` is called if a worker refuses a connection or fails
+        it returns. `on_failed(use, outcome)` is called if a worker refuses a connection or fails
         before the client gets an answer. `token` replaces the client's authorization."""
         self.request = request
         self.request_id = request_id  # may be the client's own
         self.lease_id = lease_id  # generated, so it is unique
         self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
         self.routed: Routed | None = None  # set for a completion once its prompt is parsed
-        self.lease: WorkerLease | None = None
-        self.lease_since = 0.0
+        self.use: WorkerUse | None = None
+        self.used_since = 0.0
         self._sent_at = 0.0
         self._first_token_at = 0.0  # only for a stream
         self.timing: Timing | None = None  # set when the answer is complete
@@ -131,7 +131,7 @@ class ProxiedRequest:
         self._is_written = False  # with the framing of its end
         self._waits_for_token = False  # the stream has no part of the answer yet
         self._error = bytearray()  # the body of an error while it arrives
-        self._last_error: tuple[WorkerLease, AnswerHead, bytes] | None = None
+        self._last_error: tuple[WorkerUse, AnswerHead, bytes] | None = None
         self.placing: asyncio.Task[None] | None = None  # set while a worker is being found
 
     def begin(self) -> None:
@@ -171,23 +171,23 @@ class ProxiedRequest:
         if placing is not None:
             self.placing = placing
 
-    def takes(self, lease: WorkerLease) -> None:
-        """Takes over the lease (claim on the chosen worker), which this request must end."""
-        self.lease = lease
-        self.lease_since = monotonic()
+    def take_over(self, use: WorkerUse) -> None:
+        """Takes over the use (claim on the chosen worker), which this request must end."""
+        self.use = use
+        self.used_since = monotonic()
 
     def sent(self, connection: ClientConnection) -> None:
         """Sends the request on a connection to the worker."""
-        lease = self.lease
-        assert lease is not None
+        use = self.use
+        assert use is not None
         assert self.state is State.LOOKING
         self.state = State.SENT
         self.placing = None
         self.attempts += 1
         self._sent_at = monotonic()
         self._connection = connection
-        body = self.request.body if self.routed is None else lease.body or self.routed.body
-        head = self._request_head(lease, len(body))
+        body = self.request.body if self.routed is None else use.body or self.routed.body
+        head = self._request_head(use, len(body))
         connection.send(head, body, self, self.request.method == b"HEAD")
         if self.reply.is_paused:
             connection.pause()
@@ -210,8 +210,8 @@ class ProxiedRequest:
 
     def time_out(self, limit_s: float) -> None:
         """Answers 504, because no answer has begun in time."""
-        lease = self.lease
-        where = "none was free" if lease is None else f"{lease.endpoint.text} did not answer"
+        use = self.use
+        where = "none was free" if use is None else f"{use.endpoint.text} did not answer"
         self._let_go()
         self._last_error = None
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
@@ -226,12 +226,12 @@ class ProxiedRequest:
         if connection is not None:
             connection.drop()
 
-    def _request_head(self, lease: WorkerLease, length: int) -> bytes:
+    def _request_head(self, use: WorkerUse, length: int) -> bytes:
         request, routed = self.request, self.routed
         query = b"" if request.query is None else b"?" + request.query
         parts = [
             b"%b %b%b HTTP/1.1\r\n" % (request.method, request.path, query),
-            lease.endpoint.host_line,
+            use.endpoint.host_line,
             request_lines(
                 request.section,
                 without_codings=routed is not None,
@@ -243,8 +243,8 @@ class ProxiedRequest:
             parts.append(b"\r\ntraceparent: " + self.traceparent.encode())
         if self._token is not None:
             parts.append(b"\r\nauthorization: Bearer " + self._token())
-        if lease.dp_rank is not None:
-            parts.append(b"\r\nx-data-parallel-rank: %d" % lease.dp_rank)
+        if use.dp_rank is not None:
+            parts.append(b"\r\nx-data-parallel-rank: %d" % use.dp_rank)
         if length or request.method in (b"POST", b"PUT", b"PATCH"):
             parts.append(b"\r\ncontent-length: %d" % length)
         parts.append(b"\r\nx-request-id: %b\r\n\r\n" % self.request_id)
@@ -254,9 +254,9 @@ class ProxiedRequest:
 
     def on_head(self, head: AnswerHead) -> bool:
         self._head, self._reader = head, None
-        routed, lease = self.routed, self.lease
-        assert lease is not None
-        self._failed_at.discard(lease.endpoint.text)
+        routed, use = self.routed, self.use
+        assert use is not None
+        self._failed_at.discard(use.endpoint.text)
         if (head.status in NOT_FREE and self._most_failures > 1) or (
             head.status in _ERRORS and self._may_fail
         ):
@@ -333,8 +333,8 @@ class ProxiedRequest:
             self._finish(FAILED)
             reply.break_off()
             return
-        assert self.lease is not None
-        self._failed_at.add(self.lease.endpoint.text)
+        assert self.use is not None
+        self._failed_at.add(self.use.endpoint.text)
         if is_stale and self._most_failures > 1:
             self._retry(_STALE, None, reason)
         else:
@@ -343,21 +343,21 @@ class ProxiedRequest:
     def _was_shed(self, body: bytes) -> None:
         """Tries another worker, because this worker shed the request or failed. Keeps the answer in
         case there is no other worker."""
-        lease, head = self.lease, self._head
-        assert lease is not None
+        use, head = self.use, self._head
+        assert use is not None
         assert head is not None
-        self._last_error = (lease, head, body)
+        self._last_error = (use, head, body)
         if head.status not in NOT_FREE:
-            self._failed_at.add(lease.endpoint.text)
+            self._failed_at.add(use.endpoint.text)
         if head.status == 200:
             self._retry(FAILED, FAILED, "its stream began with an error")
             return
         outcome = outcome_of_status(head.status)
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
-    def _pass_error(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
+    def _pass_error(self, use: WorkerUse, head: AnswerHead, body: bytes) -> None:
         """Relays the last error that a worker answered, because no other worker will be tried."""
-        self.lease, self.status = lease, head.status
+        self.use, self.status = use, head.status
         self._counts.answers[head.status] += 1
         is_head = self.request.method == b"HEAD"
         parts = [
@@ -376,9 +376,9 @@ class ProxiedRequest:
 
     def _relay(self, data: bytes, is_last: bool) -> None:
         """Sends the client the head of the answer, and the first piece of its body."""
-        head, lease = self._head, self.lease
+        head, use = self._head, self.use
         assert head is not None
-        assert lease is not None
+        assert use is not None
         self.state, self.status = State.RELAYING, head.status
         counts = self._counts
         counts.answers[head.status] += 1
@@ -391,7 +391,7 @@ class ProxiedRequest:
             if reader.has_token:
                 self._prefilled()
         elif head.status < 400:  # for an error, no prompt was computed
-            lease.prefill_complete(None)
+            use.prefill_complete(None)
         is_http10 = self.request.headers.is_http10
         changes = reader is not None and routed is not None and routed.additions.change_answer
         self._is_chunking = reader is not None and (changes or head.is_chunked) and not is_http10
@@ -414,19 +414,19 @@ class ProxiedRequest:
 
     def _prefilled(self) -> None:
         """Records the arrival of a stream's first token."""
-        assert self.lease is not None
+        assert self.use is not None
         self._waits_for_token = False
         self._first_token_at = now = monotonic()
-        self.lease.prefill_complete(now - self._sent_at)
+        self.use.prefill_complete(now - self._sent_at)
 
     def _own_lines(self) -> bytes:
-        lease = self.lease
+        use = self.use
         lines = id_line(self.request_id)
-        if lease is None:
+        if use is None:
             return lines
-        lines += b"x-lean-worker: %b\r\n" % lease.endpoint.text.encode()
-        if lease.overlap_tokens is not None:
-            lines += b"x-lean-overlap: %d\r\n" % lease.overlap_tokens
+        lines += b"x-lean-worker: %b\r\n" % use.endpoint.text.encode()
+        if use.overlap_tokens is not None:
+            lines += b"x-lean-overlap: %d\r\n" % use.overlap_tokens
             if self.why_unknown is not None:
                 lines += b"x-lean-prompt: %b\r\n" % self.why_unknown.why.encode()
         return lines
@@ -449,8 +449,8 @@ class ProxiedRequest:
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
         """Tries another worker (or the same again, if the connection was stale). Calls `fail` if
         the retry budget is empty. `how` is a metric label; `outcome` goes to outlier detection."""
-        lease = self.lease
-        assert lease is not None
+        use = self.use
+        assert use is not None
         counts = self._counts
         is_cause = how != _STALE and len(self._failed_at) >= self._most_failures
         # A refused one was not sent.
@@ -463,11 +463,11 @@ class ProxiedRequest:
             return
         spent = "the request may be the cause" if is_cause else "too many requests were retried"
         self._note(reason, "another is tried" if may_retry else spent)
-        self.tried.add(lease.endpoint.text)
-        self.lease = None
-        lease.end(outcome)
+        self.tried.add(use.endpoint.text)
+        self.use = None
+        use.end(outcome)
         if outcome is not None:
-            self._on_failed(lease, outcome)
+            self._on_failed(use, outcome)
         if not may_retry:
             self.fail(502, f"{self.why}; {spent}", "bad_gateway")
             return
@@ -475,7 +475,7 @@ class ProxiedRequest:
         self._look()
 
     def _finish(self, outcome: str | None) -> None:
-        """Ends the request and its lease (claim on a worker). Must be called only once."""
+        """Ends the request and its use (claim on a worker). Must be called only once."""
         assert self.state is not State.OVER
         self.state = State.OVER
         self.outcome = outcome
@@ -491,24 +491,24 @@ class ProxiedRequest:
                 self.routed.on_lengths(*lengths)
             first_s = self._first_token_at - self._began if self._first_token_at else None
             self.timing = Timing(self.age_s, first_s, lengths, cached)
-        if self.lease is not None:
-            self.lease.end(outcome, cached)
+        if self.use is not None:
+            self.use.end(outcome, cached)
             if cached is not None:
-                self._compare(self.lease, cached)
+                self._compare(self.use, cached)
         self._on_over(self)
 
-    def _compare(self, lease: WorkerLease, cached: int) -> None:
+    def _compare(self, use: WorkerUse, cached: int) -> None:
         """Adds the predicted and the reported number of cached tokens to the metrics."""
-        if self.routed is not None and lease.overlap_tokens is not None:
+        if self.routed is not None and use.overlap_tokens is not None:
             counts = self._counts
             counts.compared_cached_tokens += cached
-            counts.compared_predicted_tokens += lease.overlap_tokens
+            counts.compared_predicted_tokens += use.overlap_tokens
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
     def _note(self, reason: str, consequence: str) -> None:
         """Counts a failure, which is logged later. Keeps its reason for a later error answer."""
-        assert self.lease is not None
-        text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
+        assert self.use is not None
+        text, trouble = self.use.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"
         self._counts.troubles[text, trouble] += 1
         log.debug("request %s: worker %s: %s", self.request_id.decode("latin-1"), text, trouble)

@@ -1,4 +1,4 @@
-"""The workers as upstreams: their rotation, and leases.
+"""The workers as upstreams: their rotation, and what uses them.
 
 The gateway ejects workers by the same rules as the selector (`core.health`): after several
 consecutive failures, a worker is skipped for a while. Workers that the selector has ejected are
@@ -13,8 +13,8 @@ from lean_selector.gateway.fleet import GatewayFleet, base_of
 from lean_selector.http.client import Upstream
 
 
-class WorkerLease:
-    """The use of a worker by one request, from the choice to the end. A lease ends exactly once.
+class WorkerUse:
+    """The use of a worker by one request, from the choice to the end. A use ends exactly once.
 
     This class reserves nothing. The subclass `Reservation` (`placing.py`) has a reservation."""
 
@@ -47,7 +47,7 @@ class WorkerLease:
             self._touched()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
-        """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`, or
+        """Ends the use; further calls do nothing. `outcome` is `ok`, `failed` or `refused`, or
         None if the request does not show whether the worker is healthy."""
         if not self.is_over:
             self.is_over = True

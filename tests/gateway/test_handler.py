@@ -119,7 +119,7 @@ def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
-# -- leases ----------------------------------------------------------------------------------------
+# -- uses ----------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_breaks_before_the_first_byte_is_replaced(

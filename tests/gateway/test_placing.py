@@ -21,7 +21,7 @@ from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import OFF, Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
-from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerUse
 from lean_selector.http.client import ClientConnection
 from lean_selector.http.connections import Connections
 from lean_selector.http.streaming import StreamingProtocol
@@ -174,8 +174,8 @@ def chosen(chooser: Chooser, number: int) -> int | None:
     steps = chooser.choose(routed, f"r{number}", frozenset())
     with pytest.raises(StopIteration) as end:
         steps.send(None)
-    lease: WorkerLease = end.value.value
-    return lease.worker_id
+    use: WorkerUse = end.value.value
+    return use.worker_id
 
 
 def test_a_worker_that_came_back_is_given_a_share_that_grows() -> None:

@@ -18,7 +18,7 @@ from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest, State
-from lean_selector.gateway.upstreams import WorkerLease
+from lean_selector.gateway.upstreams import WorkerUse
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
@@ -32,7 +32,7 @@ FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-class BookedLease(WorkerLease):
+class BookedUse(WorkerUse):
     """Remembers what it was told."""
 
     def __init__(self, endpoint: Upstream) -> None:
@@ -63,7 +63,7 @@ class OneRequest(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
-        self.leases: list[BookedLease] = []
+        self.uses: list[BookedUse] = []
         self.placing: Placing | None = None
         self.places = 0
         self.over = 0
@@ -88,7 +88,7 @@ class OneRequest(RuleBasedStateMachine):
             "lease",
             self.counts,
             self.place,
-            lambda lease, outcome: None,
+            lambda use, outcome: None,
             self.ended,
         )
         self.errand.begin()
@@ -113,21 +113,21 @@ class OneRequest(RuleBasedStateMachine):
     def choose(self, refuses: bool) -> None:
         self.placing = None
         errand = self.errand
-        if errand.lease is None:
+        if errand.use is None:
             free = [each for each in self.endpoints if each.text not in errand.tried]
             if not free:
                 errand.fail(502, "nobody is left")
                 return
-            lease = BookedLease(free[0])
-            self.leases.append(lease)
-            errand.takes(lease)
-        assert errand.lease is not None
+            use = BookedUse(free[0])
+            self.uses.append(use)
+            errand.take_over(use)
+        assert errand.use is not None
         if refuses:
             errand.refused("connection refused")
             return
-        worker = errand.lease.endpoint.kept()
+        worker = errand.use.endpoint.kept()
         if worker is None:
-            worker = ClientConnection(errand.lease.endpoint)
+            worker = ClientConnection(errand.use.endpoint)
             self.worker_transport = Transport()
             worker.connection_made(self.worker_transport)
         self.worker, self.has_head, self.pieces = worker, False, 0
@@ -240,18 +240,18 @@ class OneRequest(RuleBasedStateMachine):
 
     @rule()
     def time_passes(self) -> None:
-        if self.errand.lease is not None:
-            self.errand.lease.touch()
+        if self.errand.use is not None:
+            self.errand.use.touch()
 
     # -- what always holds -------------------------------------------------------------------------
 
     @invariant()
     def each_lease_is_ended_once_and_all_but_the_last_before_the_next(self) -> None:
-        for lease in self.leases:
-            ends = [each for each in lease.told if each.startswith("freed")]
+        for use in self.uses:
+            ends = [each for each in use.told if each.startswith("freed")]
             assert len(ends) <= 1
-            assert lease.is_over == bool(ends)
-            if lease is not self.leases[-1] or self.over or self.errand.lease is not lease:
+            assert use.is_over == bool(ends)
+            if use is not self.uses[-1] or self.over or self.errand.use is not use:
                 assert ends
 
     @invariant()
@@ -259,7 +259,7 @@ class OneRequest(RuleBasedStateMachine):
         assert self.over <= 1
         assert self.counts.active == 1 - self.over
         if self.over:
-            assert all(lease.is_over for lease in self.leases)
+            assert all(use.is_over for use in self.uses)
             assert self.placing is None or self.placing.is_cancelled
             assert all(each.is_free for endpoint in self.endpoints for each in endpoint.open)
 
@@ -292,12 +292,12 @@ class OneRequest(RuleBasedStateMachine):
 
     @invariant()
     def it_fails_at_two_workers_at_most(self) -> None:
-        assert sum("freed failed" in lease.told for lease in self.leases) <= 2
+        assert sum("freed failed" in use.told for use in self.uses) <= 2
 
     @invariant()
     def a_begun_answer_is_told_once(self) -> None:
-        for lease in self.leases:
-            assert lease.told.count("begun") <= 1
+        for use in self.uses:
+            assert use.told.count("begun") <= 1
 
 
 OneRequest.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
@@ -316,7 +316,7 @@ class Errand:
         self.client.data_received(REQUEST)
 
     def _app(self, request: Request) -> PendingReply:
-        judge: Any = lambda lease, outcome: self.judged.append(outcome)  # noqa: E731
+        judge: Any = lambda use, outcome: self.judged.append(outcome)  # noqa: E731
         given = (request, b"id", "lease", Counts(), self._place, judge, lambda _: None)
         self.of = ProxiedRequest(*given)
         self.of.begin()
@@ -326,24 +326,24 @@ class Errand:
         proxied.routed = self._routed
         return Placing()
 
-    def lease(self, number: int) -> BookedLease:
+    def use(self, number: int) -> BookedUse:
         """A worker of this number is chosen."""
-        lease = BookedLease(Upstream(f"http://w{number}:1", number, 0.0))
-        self.of.takes(lease)
-        return lease
+        use = BookedUse(Upstream(f"http://w{number}:1", number, 0.0))
+        self.of.take_over(use)
+        return use
 
-    def sent(self, lease: BookedLease, requests: int = 0) -> tuple[ClientConnection, Transport]:
+    def sent(self, use: BookedUse, requests: int = 0) -> tuple[ClientConnection, Transport]:
         """It is sent, on a connection that had so many requests before."""
-        worker, transport = ClientConnection(lease.endpoint), Transport()
+        worker, transport = ClientConnection(use.endpoint), Transport()
         worker.connection_made(transport)
         worker.requests = requests
         self.of.sent(worker)
         return worker, transport
 
-    def sent_to(self, number: int) -> tuple[BookedLease, ClientConnection, Transport]:
+    def sent_to(self, number: int) -> tuple[BookedUse, ClientConnection, Transport]:
         """It goes to a worker of this number."""
-        lease = self.lease(number)
-        return lease, *self.sent(lease)
+        use = self.use(number)
+        return use, *self.sent(use)
 
 
 # -- the table of states ---------------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Driven:
         self.worker.data_received(data)
 
     def take(self) -> None:
-        self.of.takes(BookedLease(Upstream("http://w9:1", 9, 0.0)))
+        self.of.take_over(BookedUse(Upstream("http://w9:1", 9, 0.0)))
 
     def happens(self, what: str) -> None:
         head = b"" if self.of.state is not State.SENT else HEAD
@@ -452,10 +452,10 @@ def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> N
     errand = Errand()
     transport = errand.transport
     for number, status in enumerate((503, 429)):
-        lease, worker, _ = errand.sent_to(number)
+        use, worker, _ = errand.sent_to(number)
         answer = b"HTTP/1.1 %d Busy\r\nretry-after: %d\r\ntransfer-encoding: chunked\r\n\r\n"
         worker.data_received(answer % (status, number) + b"4\r\nbusy\r\n0\r\n\r\n")
-        assert lease.told == ["freed None"]
+        assert use.told == ["freed None"]
         assert transport.writes == []
         assert worker.is_free
         assert worker.is_open
@@ -485,13 +485,13 @@ def test_a_kept_error_is_passed_on_whole(length: int, is_chunked: bool) -> None:
 
 def test_an_error_that_is_too_long_to_be_kept_is_no_answer() -> None:
     errand = Errand()
-    lease, worker, transport = errand.sent_to(0)
+    use, worker, transport = errand.sent_to(0)
     worker.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: %d\r\n\r\n" % (1 << 30))
     pieces = 0
-    while not lease.is_over:
+    while not use.is_over:
         worker.data_received(b"x" * 65_536)
         pieces += 1
-    assert (pieces, lease.told, transport.state) == (129, ["freed failed"], "aborted")
+    assert (pieces, use.told, transport.state) == (129, ["freed failed"], "aborted")
     errand.of.fail(502, "none is left")
     assert b"".join(errand.transport.writes).startswith(b"HTTP/1.1 502 ")
 
@@ -517,7 +517,7 @@ def test_a_stream_that_begins_with_an_error_of_the_engine_is_asked_for_once_more
     errand = Errand(sent)
     for number in range(1 + is_retried):
         assert errand.transport.take() == b""
-        lease, worker, _ = errand.sent_to(number)
+        use, worker, _ = errand.sent_to(number)
         worker.data_received(HEAD)
         if isinstance(cut, str):
             pieces = [b"%x\r\n" % len(event), event + b"\r\n"]
@@ -527,7 +527,7 @@ def test_a_stream_that_begins_with_an_error_of_the_engine_is_asked_for_once_more
         for piece in pieces:
             worker.data_received(piece)
         worker.data_received(b"0\r\n\r\n")
-        assert lease.told[-1] == ("freed failed" if is_retried and not number else "freed ok")
+        assert use.told[-1] == ("freed failed" if is_retried and not number else "freed ok")
     _, _, body = errand.transport.take().partition(b"\r\n\r\n")
     assert body == b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
 
@@ -567,7 +567,7 @@ def test_a_request_whose_connections_break_is_sent_to_two_workers(is_routed: boo
     first, worker, _ = errand.sent_to(0)
     worker.connection_lost(OSError("reset"))
     assert (first.told, errand.transport.writes) == (["freed failed"], [])
-    errand.lease(1)
+    errand.use(1)
     errand.of.refused("connection refused")
     second, worker, _ = errand.sent_to(2)
     broken(worker)
@@ -581,12 +581,12 @@ def test_a_kept_connection_that_ends_counts_until_the_same_worker_answers() -> N
     for answers in (False, True):
         errand = Errand(Routed("m", "default", cast(Any, None), b"{}", None, streams=True))
         for number in range(2):
-            lease = errand.lease(number)
-            worker, _ = errand.sent(lease, requests=1)
+            use = errand.use(number)
+            worker, _ = errand.sent(use, requests=1)
             worker.connection_lost(None)
-            assert lease.told == []
+            assert use.told == []
             if answers:
-                worker, _ = errand.sent(lease)
+                worker, _ = errand.sent(use)
                 worker.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n")
             else:
                 errand.of.refused("connection refused")
@@ -607,9 +607,9 @@ def test_an_error_that_was_kept_is_heard_if_the_next_worker_s_connection_breaks(
 def test_a_request_that_names_other_engines_is_sent_once(answer: bytes) -> None:
     told = Routed("m", "default", cast(Any, None), b"{}", None, streams=True, is_sent_once=True)
     errand = Errand(told)
-    errand.lease(0)
+    errand.use(0)
     errand.of.refused("connection refused")  # nothing was sent
-    worker, _ = errand.sent(errand.lease(1), requests=1)
+    worker, _ = errand.sent(errand.use(1), requests=1)
     if answer.startswith(b"data"):
         worker.data_received(HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer))
     elif answer:

@@ -2,7 +2,7 @@
 
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.fleet import GatewayFleet
-from lean_selector.gateway.upstreams import Rotation, WorkerLease
+from lean_selector.gateway.upstreams import Rotation, WorkerUse
 from lean_selector.http.client import ClientConnection
 from tests.http.test_protocol import Transport
 from tests.support.driven_selector import DrivenSelector
@@ -75,11 +75,11 @@ def test_a_worker_that_the_selector_has_ejected_is_passed_over_while_there_are_o
 def test_a_connection_that_opens_after_its_worker_has_gone_is_swept() -> None:
     rotation = Rotation(EjectionSettings(), 0.0)
     rotation.set([ONE])
-    lease = WorkerLease(rotation.endpoint(ONE))
+    use = WorkerUse(rotation.endpoint(ONE))
     rotation.set([])  # while it is being connected to
-    connection, transport = ClientConnection(lease.endpoint), Transport()
+    connection, transport = ClientConnection(use.endpoint), Transport()
     connection.connection_made(transport)
-    lease.end(None)
+    use.end(None)
     rotation.sweep(1_000.0, 600.0)
     assert transport.state == "aborted"
     rotation.set([])
@@ -89,11 +89,11 @@ def test_a_connection_that_opens_after_its_worker_has_gone_is_swept() -> None:
 def test_a_worker_that_has_gone_is_forgotten_with_the_last_that_is_leased_of_it() -> None:
     rotation = Rotation(EjectionSettings(), 0.0)
     rotation.set([ONE])
-    leases = [WorkerLease(rotation.endpoint(ONE)) for _ in range(2)]
-    for lease in leases:
+    uses = [WorkerUse(rotation.endpoint(ONE)) for _ in range(2)]
+    for use in uses:
         rotation.set([])
-        assert rotation.endpoint(ONE) is lease.endpoint
-        lease.end(None)
-        lease.end(None)
+        assert rotation.endpoint(ONE) is use.endpoint
+        use.end(None)
+        use.end(None)
     rotation.set([])
     assert not rotation.endpoints

@@ -31,10 +31,10 @@ class Entry:
         self.target = target
         self.version = version
         self.expires_at = 0.0
-        self.leases: dict[str, tuple[int, int]] = {}
+        self.reservations: dict[str, tuple[int, int]] = {}
 
     def is_live(self, now: float) -> bool:
-        return bool(self.leases) or self.expires_at > now
+        return bool(self.reservations) or self.expires_at > now
 
     def names(self, worker_id: int, dp_rank: int) -> bool:
         return self.target in ((worker_id, dp_rank), (worker_id, None))
@@ -81,7 +81,7 @@ class Sessions(RuleBasedStateMachine):
         else:
             entry.target, entry.version = (worker_id, dp_rank), self.new_version()
             self.counts["moved"] += 1
-        entry.leases[reservation_id] = entry.version
+        entry.reservations[reservation_id] = entry.version
         self.reservations[reservation_id] = session_id
         self.tell(session_id, entry)
 
@@ -91,9 +91,9 @@ class Sessions(RuleBasedStateMachine):
         session_id = self.reservations.pop(reservation_id, "of none")
         self.table.release(reservation_id, self.now, tells=tells)
         entry = self.entry(session_id)
-        if entry is None or reservation_id not in entry.leases:
+        if entry is None or reservation_id not in entry.reservations:
             return  # its binding was dropped
-        if entry.leases.pop(reservation_id) == entry.version:
+        if entry.reservations.pop(reservation_id) == entry.version:
             entry.expires_at = self.now + TTL_S
             if tells:
                 self.tell(session_id, entry)
@@ -156,7 +156,7 @@ class Sessions(RuleBasedStateMachine):
             assert binding is not None
             assert (binding.worker_id, binding.dp_rank) == entry.target
             assert (binding.sequence, binding.writer_id) == entry.version
-            assert binding.leases == len(entry.leases)
+            assert binding.reservations == len(entry.reservations)
 
     @invariant()
     def peers_were_told_exactly_that(self) -> None:
@@ -169,10 +169,10 @@ class Sessions(RuleBasedStateMachine):
         listed = {live.event.session_id: live.idle_s for live in self.table.live(self.now)}
         live = {each: entry for each in SESSIONS if (entry := self.entry(each)) is not None}
         assert listed == {
-            each: 0.0 if entry.leases else self.now - entry.expires_at + TTL_S
+            each: 0.0 if entry.reservations else self.now - entry.expires_at + TTL_S
             for each, entry in live.items()
         }
-        assert self.table.held == sum(bool(entry.leases) for entry in self.entries.values())
+        assert self.table.held == sum(bool(entry.reservations) for entry in self.entries.values())
         assert len(self.table) >= len(listed)
 
 

@@ -157,5 +157,5 @@ def explained_session(
     if binding is None:
         return SessionExplanation(session_id, mode, False, None, None, 0)
     return SessionExplanation(
-        session_id, mode, True, binding.worker_id, binding.dp_rank, binding.leases
+        session_id, mode, True, binding.worker_id, binding.dp_rank, binding.reservations
     )

@@ -15,16 +15,16 @@ class Binding(msgspec.Struct, eq=False, gc=False):
     dp_rank: int | None  # None: any rank of the worker; only peers send None
     sequence: int
     writer_id: int  # the replica that made the binding
-    expires_at: float  # only valid if there are no leases
+    expires_at: float  # only valid if there are no reservations
     told_at: float  # when the binding was last published
-    leases: int = 0  # live reservations of the session, booked here
+    reservations: int = 0  # live reservations of the session, booked here
 
     def is_at(self, worker_id: int, dp_rank: int) -> bool:
         """Whether the session is bound to this rank, or to the worker as a whole."""
         return self.worker_id == worker_id and self.dp_rank in (None, dp_rank)
 
 
-class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
+class SessionReservation(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A session's live reservation, which keeps the session's binding from expiring."""
 
     session_id: str

@@ -12,9 +12,9 @@ from typing import Final
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.sessions.shapes import (
     Binding,
-    Lease,
     LiveSession,
     SessionEvent,
+    SessionReservation,
     SessionVerdict,
 )
 from lean_selector.core.settings import SessionSettings
@@ -96,11 +96,11 @@ class SessionTable:
         self._bindings: dict[str, Binding] = {}
         # Each binding is in one of these. OrderedDicts, because finding the oldest key of a plain
         # dict steps over the holes that removed keys leave.
-        # Bindings without leases; the next to expire first.
+        # Bindings without reservations; the next to expire first.
         self._idle: OrderedDict[str, Binding] = OrderedDict()
-        # Bindings with leases; the least recently published first.
+        # Bindings with reservations; the least recently published first.
         self._held: OrderedDict[str, Binding] = OrderedDict()
-        self._leases: dict[str, Lease] = {}  # by reservation id
+        self._reservations: dict[str, SessionReservation] = {}  # by reservation id
 
     def __len__(self) -> int:
         """Number of bindings, including expired ones that were not removed yet."""
@@ -114,7 +114,7 @@ class SessionTable:
     def bound(self, session_id: str, now: float) -> Binding | None:
         """Return a session's binding; None if the session is unbound or the binding has expired."""
         binding = self._bindings.get(session_id)
-        if binding is None or (not binding.leases and binding.expires_at <= now):
+        if binding is None or (not binding.reservations and binding.expires_at <= now):
             return None
         return binding
 
@@ -141,27 +141,29 @@ class SessionTable:
             counts.moved += 1
             binding.worker_id, binding.dp_rank = worker_id, dp_rank
             binding.sequence, binding.writer_id = self._new_sequence(), self._shared.writer_id
-        binding.leases += 1
+        binding.reservations += 1
         self._idle.pop(session_id, None)
         self._held[session_id] = binding
-        lease = Lease(session_id, binding, binding.sequence, binding.writer_id)
-        self._leases[reservation_id] = lease
+        reservation = SessionReservation(session_id, binding, binding.sequence, binding.writer_id)
+        self._reservations[reservation_id] = reservation
         self._tell(session_id, binding, now)
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
         """Record the end of a reservation. If the session's binding has not changed since the
         booking, renew the binding and, if `tells`, publish it."""
-        lease = self._leases.pop(reservation_id, None)
-        if lease is None:
+        reservation = self._reservations.pop(reservation_id, None)
+        if reservation is None:
             return
-        session_id, binding = lease.session_id, lease.binding
-        binding.leases -= 1
+        session_id, binding = reservation.session_id, reservation.binding
+        binding.reservations -= 1
         if self._bindings.get(session_id) is not binding:
             return  # the binding was dropped meanwhile
-        is_current = binding.sequence == lease.sequence and binding.writer_id == lease.writer_id
+        is_current = (
+            binding.sequence == reservation.sequence and binding.writer_id == reservation.writer_id
+        )
         if is_current:
             binding.expires_at = now + self.ttl_s
-        if not binding.leases:
+        if not binding.reservations:
             del self._held[session_id]
             self._rest(session_id, binding)
         if tells and is_current:
@@ -206,7 +208,7 @@ class SessionTable:
         binding.worker_id, binding.dp_rank = event.worker_id, event.dp_rank
         binding.sequence, binding.writer_id = version
         binding.expires_at = max(expires_at, binding.expires_at)
-        if not binding.leases:
+        if not binding.reservations:
             self._rest(session_id, binding)
         return verdict
 
@@ -246,7 +248,9 @@ class SessionTable:
         for session_id, binding in [*self._idle.items(), *self._held.items()]:
             if self._bindings.get(session_id) is not binding:
                 continue  # the binding was dropped meanwhile
-            idle_s = 0.0 if binding.leases else max(0.0, now - binding.expires_at + self.ttl_s)
+            idle_s = (
+                0.0 if binding.reservations else max(0.0, now - binding.expires_at + self.ttl_s)
+            )
             if idle_s < self.ttl_s:
                 yield LiveSession(self._event(session_id, binding), idle_s)
 
@@ -273,7 +277,7 @@ class SessionTable:
     def _drop(self, session_id: str) -> None:
         binding = self._bindings.pop(session_id, None)
         if binding is not None:
-            del (self._held if binding.leases else self._idle)[session_id]
+            del (self._held if binding.reservations else self._idle)[session_id]
 
     def _tell(self, session_id: str, binding: Binding, now: float) -> None:
         binding.told_at = now

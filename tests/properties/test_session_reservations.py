@@ -17,7 +17,7 @@ SESSIONS = ["s", "t"]
 sessions, workers = st.sampled_from(SESSIONS), st.integers(1, 3)
 
 
-class Leases(RuleBasedStateMachine):
+class SessionReservations(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         kind = SessionSettings(ttl_s=TTL_S)
@@ -84,10 +84,10 @@ class Leases(RuleBasedStateMachine):
         for session_id in SESSIONS:
             binding = self.table.bound(session_id, self.driven.now)
             # A booking that is refused drops the binding: what holds an older one holds nothing.
-            assert binding is None or binding.leases <= live[session_id]
+            assert binding is None or binding.reservations <= live[session_id]
             if not self.table.counts.refused and live[session_id]:
                 assert binding is not None
-                assert binding.leases == live[session_id]
+                assert binding.reservations == live[session_id]
         assert self.table.held <= len(live)
 
     def teardown(self) -> None:
@@ -102,4 +102,4 @@ class Leases(RuleBasedStateMachine):
         assert len(self.table) == 0
 
 
-TestLeases = Leases.TestCase
+TestSessionReservations = SessionReservations.TestCase
