@@ -45,16 +45,16 @@ ALLOWED = {
     ("client/drivers.py", "Driver._spawn", "create_task"): (
         "in the user's process: their errors are handled, and the loop's own handler tells others"
     ),
-    ("client/drivers.py", "LoopThread.run", "run_coroutine_threadsafe"): (
+    ("client/sync_router.py", "LoopThread.run", "run_coroutine_threadsafe"): (
         "its caller waits for it, and is raised what it raised"
     ),
-    ("client/router.py", "SyncKvRouter.__init__", "to_thread"): "awaited by the router",
+    ("client/sync_router.py", "SyncKvRouter.__init__", "to_thread"): "awaited by the router",
     (
-        "client/drivers.py",
+        "client/sync_router.py",
         "LoopThread._running",
         "Thread",
     ): "it runs a loop, which tells its errors",
-    ("client/drivers.py", "_end", "run_coroutine_threadsafe"): (
+    ("client/sync_router.py", "_end", "run_coroutine_threadsafe"): (
         "close() raises what it raised; of a client that is dropped there is nobody to tell"
     ),
     ("app/gateway_process.py", "Front.close", "to_thread"): "awaited by the stop",

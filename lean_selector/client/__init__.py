@@ -28,15 +28,9 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     WrongBlockSize,
 )
-from lean_selector.client.router import (
-    KvPushRouter,
-    KvRouter,
-    Placement,
-    SyncKvRouter,
-    SyncPlacement,
-    SyncTokenStream,
-    TokenStream,
-)
+from lean_selector.client.placements import Placement, TokenStream
+from lean_selector.client.router import KvPushRouter, KvRouter
+from lean_selector.client.sync_router import SyncKvRouter, SyncPlacement, SyncTokenStream
 
 __all__ = [
     "AlreadyExists",

@@ -1,15 +1,11 @@
 """Sends a router's requests, and makes sure that every reservation is eventually freed.
 
 A driver owns the connections and the reservations of one router. In background tasks, the driver
-reports the progress of requests to the service, and frees reservations. `LoopThread` runs an event
-loop in a thread, for SyncKvRouter."""
+reports the progress of requests to the service, and frees reservations."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import random
-import threading
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property
 from typing import Any, TypeVar
@@ -242,76 +238,3 @@ class Driver:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-class LoopThread:
-    """An event loop in a thread, for a driver that several threads use. The thread starts with the
-    first run(), and ends with close() or when this object is garbage-collected."""
-
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._lock = threading.Lock()
-        self.thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_closed = False
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on the thread's loop, and returns its result. An exception in the calling
-        thread, such as KeyboardInterrupt, cancels `work`."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._running())
-        except ClientClosed:
-            work.close()
-            raise
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:  # the loop has ended
-            raise self._driver.closed() from None
-        except BaseException:
-            future.cancel()
-            raise
-
-    def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            is_dead = self.thread is not None and not self.thread.is_alive()  # in a fork
-            if self._is_closed or is_dead:
-                raise self._driver.closed()
-            if self._loop is None:
-                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-                self._loop = runner.get_loop()
-                self.thread = threading.Thread(
-                    target=_run_loop, args=(runner,), name="lean-selector client", daemon=True
-                )
-                self.thread.start()
-                self._dropped = weakref.finalize(self, _end, self._loop, self._driver)
-            return self._loop
-
-    def close(self) -> None:
-        """Frees all reservations and closes all connections, then ends the thread."""
-        with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if was_closed or self._loop is None or self.thread is None:
-            return
-        self._dropped.detach()
-        if self.thread.is_alive():
-            ended = _end(self._loop, self._driver)
-            self.thread.join()
-            ended.result()
-
-
-def _run_loop(runner: asyncio.Runner) -> None:
-    with runner:  # leaving the context cancels running tasks
-        runner.get_loop().run_forever()
-
-
-def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
-    """Closes the driver, then stops the loop. Does not wait for the end, because the garbage
-    collector may call this in any thread."""
-
-    async def ended() -> None:
-        try:
-            await driver.close()
-        finally:
-            loop.stop()
-
-    return asyncio.run_coroutine_threadsafe(ended(), loop)

@@ -5,20 +5,16 @@ not confirmed is sent again."""
 
 import random
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Literal
 
 from lean_selector.client import calls
-from lean_selector.client.calls import Call, Selected
+from lean_selector.client.calls import Call
 from lean_selector.client.client_settings import Backoff
-from lean_selector.client.completions import Chunk, CompletionStream, MalformedStream
 from lean_selector.client.errors import (
     ClientClosed,
     NotFound,
     ServiceRefused,
     ServiceUnreachable,
-    WorkerStreamBroken,
 )
 
 
@@ -139,74 +135,3 @@ async def release(reservation: Reservation, ask: Ask, pause: Pause, rng: random.
                 return None
             attempt += 1
             await pause(wait_s)
-
-
-# -- where it is, and what comes back --------------------------------------------------------------
-
-Outcome = Literal["refused", "failed", "ok"]
-
-
-class Placed:
-    """The rank chosen for a prompt, and how much of the prompt this rank has cached."""
-
-    def __init__(self, selected: Selected, reservation: Reservation) -> None:
-        self.worker_id = selected.worker_id
-        self.dp_rank = selected.dp_rank
-        self.endpoint = selected.endpoint
-        self.block_size = selected.block_size
-        self.overlap = selected.overlap
-        self.overlap_blocks = selected.overlap_blocks
-        self.effective_prefill_tokens = selected.effective_prefill_tokens
-        self.reservation_id = reservation.id
-        self._selected = selected
-        self._reservation = reservation
-
-    def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """Sets the request's outcome, which is reported to the service when the reservation is
-        freed. cached_tokens: number of prompt tokens that the engine had cached."""
-        self._reservation.outcome = outcome
-        self._reservation.cached_tokens = cached_tokens
-
-
-class ChunkIntake(Placed):
-    """Parses a worker's streamed response into chunks, and records progress in the reservation."""
-
-    def __init__(self, selected: Selected, reservation: Reservation) -> None:
-        super().__init__(selected, reservation)
-        self._completion = CompletionStream()
-        self._ready: deque[Chunk] = deque()  # the chunks of one read
-        self._failure: WorkerStreamBroken | None = None  # to be raised after those chunks
-
-    @property
-    def _is_over(self) -> bool:
-        return self._reservation.ended or self._completion.state == "done"
-
-    def _take(self, data: bytes | None) -> None:
-        """Parses the next bytes of the response (None: its end). Raises WorkerStreamBroken."""
-        if data is None:
-            if self._completion.state == "open":
-                raise self._broken("the stream ended before it was finished")
-            self._completion.state = "done"
-            self._tell_outcome()
-            return
-        try:
-            self._ready.extend(self._completion.feed(data))
-        except MalformedStream as error:
-            self._failure = self._broken(str(error))
-        self._tell_outcome()
-        if self._completion.output_tokens:
-            self._reservation.output(self._completion.output_tokens)
-
-    def _note(self, error: BaseException) -> None:
-        """Sets the outcome to `failed` if the error says that the worker's response broke off."""
-        if isinstance(error, WorkerStreamBroken):
-            self.went("failed")
-
-    def _tell_outcome(self) -> None:
-        if self._failure is not None:
-            self.went("failed")
-        elif self._completion.state != "open":
-            self.went("ok", cached_tokens=self._completion.cached_tokens)
-
-    def _broken(self, reason: str) -> WorkerStreamBroken:
-        return WorkerStreamBroken(self.worker_id, self.endpoint, reason)

@@ -1,22 +1,19 @@
-"""KvRouter and SyncKvRouter: Dynamo's Python router API, on top of a selection service.
+"""KvRouter: Dynamo's Python router API, on top of a selection service.
 
 The API is specified in Dynamo's document "Using KvPushRouter Python API". KvPushRouter in that
-document is KvRouter here. SyncKvRouter runs the methods of a KvRouter in a thread."""
+document is KvRouter here. It decides what is sent to the service and to workers, and when to retry;
+a `Driver` sends the requests."""
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    asynccontextmanager,
-    contextmanager,
-)
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import msgspec
 
 from lean_selector.client import calls
-from lean_selector.client.calls import Selected
+from lean_selector.client.calls import Call, Scope, Selected, prompt_fields
 from lean_selector.client.client_settings import (
     Access,
     Backoff,
@@ -26,86 +23,68 @@ from lean_selector.client.client_settings import (
     Token,
     Verify,
 )
-from lean_selector.client.completions import Chunk, Option, completion_body
-from lean_selector.client.drivers import Driver, LoopThread
-from lean_selector.client.errors import ClientClosed
-from lean_selector.client.reservation import ChunkIntake, Outcome, Placed, Reservation
-from lean_selector.client.routing import Prompt, Routing, Wishes
-from lean_selector.client.transport import AsyncClosing, Closing, Opened
+from lean_selector.client.completions import Option, completion_body
+from lean_selector.client.drivers import Driver
+from lean_selector.client.errors import (
+    ClientClosed,
+    ModelNotNamed,
+    NoWorkerAvailable,
+    OtherEventLoop,
+    ServiceRefused,
+    ServiceUnreachable,
+    WorkerError,
+    WorkerRefused,
+    WorkerStreamBroken,
+    WorkerUnreachable,
+    WrongBlockSize,
+)
+from lean_selector.client.placements import Outcome, Placement, TokenStream
+from lean_selector.client.reservation import Reservation
+from lean_selector.client.transport import AsyncClosing, OpenStream
+from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
+from lean_selector.core.numbers import optional, whole
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
-
-# -- on an event loop ------------------------------------------------------------------------------
-
-
-class TokenStream(ChunkIntake, AsyncClosing):
-    """The chunks of one generation, as dicts; see CompletionStream.
-
-    The reservation is freed when the stream ends or fails, on aclose(), when the reading task is
-    cancelled, and when this object is garbage-collected, even if no chunk was read."""
-
-    def __init__(
-        self, driver: Driver, selected: Selected, reservation: Reservation, opened: Opened
-    ) -> None:
-        super().__init__(selected, reservation)
-        self._driver = driver
-        self._opened = opened
-        driver.hold(reservation, opened)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Chunk:
-        try:
-            while not self._ready:
-                if self._failure is not None:
-                    raise self._failure
-                if self._is_over:
-                    await self._driver.release_now(self._reservation)
-                    raise StopAsyncIteration
-                self._take(await self._opened.read())
-                self._opened.is_done = self._is_over
-                self._driver.report(self._reservation)
-            return self._ready.popleft()
-        except BaseException as error:
-            self._note(error)
-            self._driver.release(self._reservation)
-            raise
-
-    def taken(self) -> Chunk | None:
-        """Return the next chunk that was received but not read, or None."""
-        return self._ready.popleft() if self._ready else None
-
-    def forget(self) -> None:
-        """Drops the chunks that were received but not read."""
-        self._ready.clear()
-
-    async def aclose(self) -> None:
-        """Stops the generation, and frees the reservation."""
-        self.forget()
-        await self._driver.release_now(self._reservation)
-
-    def __del__(self) -> None:
-        self._driver.release_from_anywhere(self._reservation)
+# Served models are looked up again after this time, and at once for an unknown model.
+FRESH_S = 10.0
+ONCE = Backoff(max_retries=0)
 
 
-class Placement(Placed):
-    """A rank that is reserved until the end of the `async with` block."""
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt, and options for choosing its worker. None leaves an option to the service."""
 
-    def __init__(self, driver: Driver, selected: Selected, reservation: Reservation) -> None:
-        super().__init__(selected, reservation)
-        self._driver = driver
+    token_ids: Sequence[int]
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    router_config_override: Mapping[str, object] | None = None
+    worker_id: int | None = None
+    dp_rank: int | None = None
+    expected_output_tokens: int | None = None
+    priority_jump: float | None = None
+    strict_priority: int | None = None
+    routing_constraints: Mapping[str, object] | None = None
 
-    async def prefill_complete(self) -> None:
-        """Reports that the first token has come. Raises NotFound if the reservation has expired."""
-        await self._driver.ask(calls.prefill_complete(self.reservation_id))
+    def __post_init__(self) -> None:
+        if self.dp_rank is not None and self.worker_id is None:
+            raise ValueError("dp_rank needs worker_id")
 
-    async def output_block(self, decay_fraction: float | None = None) -> None:
-        """Reports one more full block of output to the service. With decay_fraction (0 to 1), each
-        block that only this request uses counts as this fraction of a block in the rank's load."""
-        await self._driver.ask(calls.output_block(self.reservation_id, decay_fraction))
+    def fields(self, scope: Scope, config: KvRouterConfig) -> dict[str, object]:
+        """Return the fields of a request to the service. Raises ValueError for bad token ids."""
+        fields = prompt_fields(self.token_ids, scope, self.lora_name, self.cache_salt)
+        wanted: dict[str, object] = {
+            "router_config_override": config.override(self.router_config_override),
+            "expected_output_tokens": self.expected_output_tokens,
+            "priority_jump": self.priority_jump,
+            "strict_priority": self.strict_priority,
+            "routing_constraints": self.routing_constraints,
+        }
+        if self.dp_rank is not None:
+            wanted["pinned_worker"] = {"worker_id": self.worker_id, "dp_rank": self.dp_rank}
+        elif self.worker_id is not None:
+            wanted["allowed_worker_ids"] = [self.worker_id]
+        fields.update((name, value) for name, value in wanted.items() if value is not None)
+        return fields
 
 
 class KvRouter(AsyncClosing):
@@ -146,18 +125,22 @@ class KvRouter(AsyncClosing):
         Raises ValueError for an invalid endpoint, block size or token, and OSError for unusable
         certificate or key files.
         """
-        self._return_token_ids = return_token_ids
+        block_size = optional(whole, "block_size", block_size)
+        if block_size is not None and block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
         self._driver = Driver(endpoint, timeouts or Timeouts(), sleep, Access(verify, cert, token))
-        self._routing = Routing(
-            self._driver,
-            kv_router_config,
-            block_size,
-            model_name,
-            tenant_id,
-            is_eagle,
-            backoff or Backoff(),
-            rng,
-        )
+        self._config = kv_router_config or KvRouterConfig()
+        self._block_size = block_size
+        self._model_name = model_name
+        self._tenant_id = tenant_id
+        self._is_eagle = is_eagle
+        self._return_token_ids = return_token_ids
+        self._backoff = backoff or Backoff()
+        self._rng = rng or random.Random()
+        self._clock = time.monotonic
+        self._served: dict[str, Scope] = {}  # by model; empty before the first look-up
+        self._absent: set[str] = set()  # models that the last look-up did not find
+        self._looked_at = 0.0
 
     async def generate(
         self,
@@ -189,7 +172,10 @@ class KvRouter(AsyncClosing):
         If a worker does not accept the request, another worker is tried if there is one. Raises
         ClientError and ValueError.
         """
-        terms = Wishes(
+        wanted = Wanted(
+            token_ids=token_ids,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
             router_config_override=router_config_override,
             worker_id=worker_id,
             dp_rank=dp_rank,
@@ -205,9 +191,47 @@ class KvRouter(AsyncClosing):
             return_token_ids=self._return_token_ids,
             cache_salt=cache_salt,
         )
-        prompt = Prompt(token_ids, lora_name, cache_salt)
-        placed = await self._routing.generate(prompt, terms, model, body)
-        return TokenStream(self._driver, *placed)
+        avoided: dict[int, WorkerError] = {}  # worker_id -> error
+
+        async def attempt() -> TokenStream:
+            return await self._generated(wanted, await self._scope(model), body, avoided)
+
+        return await self._retried(attempt)
+
+    async def _generated(
+        self, wanted: Wanted, scope: Scope, body: bytes, avoided: dict[int, WorkerError]
+    ) -> TokenStream:
+        """Reserves a worker that is not in `avoided`, and sends it the request. Adds each worker
+        that does not accept the request. Raises the last error when no other worker is left."""
+        fields = wanted.fields(scope, self._config)
+        while True:
+            if avoided:
+                alone = wanted.worker_id is not None
+                others = [] if alone else await self._others(scope, avoided)
+                if not others:
+                    _, error = avoided.popitem()
+                    avoided.clear()  # they may have recovered
+                    raise error
+                fields["allowed_worker_ids"] = others
+            selected, reservation = await self._placed(wanted, scope, fields)
+            try:
+                opened = await self._driver.open(_stream(selected, body))
+            except BaseException as failure:
+                reservation.outcome = outcome_of(failure)
+                self._driver.release(reservation)
+                if not isinstance(failure, WorkerError) or not _is_passed_over(failure):
+                    raise
+                avoided[selected.worker_id] = failure
+            else:
+                return TokenStream(self._driver, selected, reservation, opened)
+
+    async def _others(self, scope: Scope, avoided: dict[int, WorkerError]) -> list[int]:
+        workers = await self._driver.ask(calls.workers(scope.model_name, self._tenant_id))
+        return [
+            worker.worker_id
+            for worker in workers
+            if worker.lifecycle == "schedulable" and worker.worker_id not in avoided
+        ]
 
     async def best_worker(
         self,
@@ -226,13 +250,32 @@ class KvRouter(AsyncClosing):
         mark_prefill_complete() and free(), on this router or another; aclose() does not free the
         rank. Raises NoWorkerAvailable at once, without retries, if all workers are busy.
         """
-        terms = Wishes(
+        wanted = Wanted(
+            token_ids=token_ids,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
             router_config_override=router_config_override,
             routing_constraints=routing_constraints,
             strict_priority=strict_priority,
         )
-        prompt = Prompt(token_ids, lora_name, cache_salt)
-        return await self._routing.best_worker(prompt, terms, request_id)
+
+        async def attempt() -> Selected:
+            scope = await self._scope()
+            fields = wanted.fields(scope, self._config)
+            if request_id is None:
+                selected = await self._driver.ask(calls.select(fields))
+                if self._block_size is None:
+                    _check_size(scope, selected)
+                return selected
+            reservation = Reservation(len(token_ids), reservation_id=request_id)
+            selected = await self._booked(
+                calls.select_and_reserve(request_id, fields), reservation, scope
+            )
+            self._driver.hand_over(reservation)
+            return selected
+
+        selected = await self._retried(attempt, ONCE)
+        return selected.worker_id, selected.dp_rank, selected.overlap_blocks
 
     async def get_potential_loads(
         self,
@@ -243,7 +286,8 @@ class KvRouter(AsyncClosing):
     ) -> list[dict[str, int]]:
         """Return the load that each rank would have with this prompt: worker_id, dp_rank,
         potential_prefill_tokens, potential_decode_blocks, active_requests."""
-        return await self._routing.potential_loads(Prompt(token_ids, lora_name, cache_salt))
+        fields = prompt_fields(token_ids, await self._scope(), lora_name, cache_salt)
+        return await self._driver.ask(calls.potential_loads(fields))
 
     async def get_overlap_scores(
         self,
@@ -254,8 +298,10 @@ class KvRouter(AsyncClosing):
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
         """Return the answer of /overlap_scores: how much of the prompt each rank has cached."""
-        prompt = Prompt(token_ids, lora_name, cache_salt)
-        return await self._routing.overlap_scores(prompt, router_config_override)
+        fields = prompt_fields(token_ids, await self._scope(), lora_name, cache_salt)
+        if (override := self._config.override(router_config_override)) is not None:
+            fields["router_config_override"] = override
+        return await self._driver.ask(calls.overlap_scores(fields))
 
     async def mark_prefill_complete(self, request_id: str) -> None:
         """Reports that a request's first token has come. Raises NotFound for an unknown id."""
@@ -291,7 +337,10 @@ class KvRouter(AsyncClosing):
 
     async def dump_events(self) -> str:
         """Return a JSON list of KV events that rebuild the service's index of this model."""
-        return await self._routing.dump_events()
+        scope = await self._scope()
+        dump = await self._driver.ask(calls.dump())
+        events = dump.get(f"{scope.model_name}:{scope.tenant_id}", {}).get("events", [])
+        return msgspec.json.encode(events).decode()
 
     # -- for callers that send the request to the worker themselves --------------------------------
 
@@ -314,7 +363,10 @@ class KvRouter(AsyncClosing):
         block. With a SyncKvRouter, use `with`.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable."""
-        terms = Wishes(
+        wanted = Wanted(
+            token_ids=token_ids,
+            lora_name=lora_name,
+            cache_salt=cache_salt,
             router_config_override=router_config_override,
             worker_id=worker_id,
             dp_rank=dp_rank,
@@ -323,8 +375,12 @@ class KvRouter(AsyncClosing):
             strict_priority=strict_priority,
             routing_constraints=routing_constraints,
         )
-        prompt = Prompt(token_ids, lora_name, cache_salt)
-        async with self._freed(*await self._routing.place(prompt, terms)) as placement:
+
+        async def attempt() -> tuple[Selected, Reservation]:
+            scope = await self._scope()
+            return await self._placed(wanted, scope, wanted.fields(scope, self._config))
+
+        async with self._freed(*await self._retried(attempt)) as placement:
             yield placement
 
     @asynccontextmanager
@@ -335,7 +391,14 @@ class KvRouter(AsyncClosing):
         for an OpenAI request with this body. The service reads the prompt; it needs --prompts.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable."""
-        async with self._freed(*await self._routing.route(path, body)) as placement:
+
+        async def attempt() -> tuple[Selected, Reservation]:
+            reservation = Reservation(0)
+            return await self._booked(
+                calls.route(reservation.id, path, body), reservation
+            ), reservation
+
+        async with self._freed(*await self._retried(attempt)) as placement:
             yield placement
 
     @asynccontextmanager
@@ -354,140 +417,145 @@ class KvRouter(AsyncClosing):
         A call that is still waiting for a worker raises ClientClosed."""
         await self._driver.close()
 
+    # -- which model, which blocks -----------------------------------------------------------------
+
+    async def _scope(self, model: str | None = None) -> Scope:
+        """Return model, tenant and block size for requests. What the router's settings leave open
+        is looked up at the service.
+
+        If the router has no model_name, uses the only served model, or `model` if none or several
+        are served. Raises ModelNotNamed if several are served and `model` is not one of them."""
+        name = self._model_name
+        if name is None or self._block_size is None:
+            served = await self._served_models(name or model)
+            if name is None and len(served) == 1:
+                (name,) = served
+            elif name is None and (not served or model in served):
+                name = model or "default"
+            elif name is None:
+                raise ModelNotNamed(served)
+            found = served.get(name)
+        else:
+            found = None
+        size = found.block_size if found is not None else self._block_size
+        if size is not None and self._block_size is not None and size != self._block_size:
+            raise WrongBlockSize(self._block_size, size)
+        eagle = self._is_eagle
+        if eagle is None:
+            eagle = found is not None and found.is_eagle
+        return Scope(name, self._tenant_id, size, eagle)
+
+    async def _served_models(self, model: str | None) -> dict[str, Scope]:
+        """Return each model's Scope, cached for FRESH_S s. An uncached `model` is looked up."""
+        now = self._clock()
+        is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
+        if is_fresh and (model is None or model in self._served or model in self._absent):
+            return self._served
+        workers = await self._driver.ask(calls.workers(None, self._tenant_id))
+        self._served = {
+            worker.model_name: Scope(
+                worker.model_name, self._tenant_id, worker.block_size, bool(worker.is_eagle)
+            )
+            for worker in workers
+            if worker.block_size
+        }
+        self._absent = self._absent if is_fresh else set()
+        if model is not None and model not in self._served:
+            self._absent.add(model)
+        self._looked_at = now
+        return self._served
+
+    # -- tries -------------------------------------------------------------------------------------
+
+    async def _retried(
+        self, attempt: Callable[[], Awaitable[T]], backoff: Backoff | None = None
+    ) -> T:
+        """Runs `attempt`, and repeats it as `backoff` (by default, the router's) says while no
+        worker is free or the service is unreachable. If the workers' block size has changed since
+        it was looked up, looks the size up again and repeats the attempt once."""
+        tries, has_changed = 0, False
+        while True:
+            try:
+                return await attempt()
+            except WrongBlockSize:
+                if has_changed or self._block_size is not None:
+                    raise
+                has_changed, self._served = True, {}
+            except (NoWorkerAvailable, ServiceUnreachable, WorkerError) as error:
+                if isinstance(error, WorkerError) and not _is_passed_over(error):
+                    raise
+                asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
+                wait_s = (backoff or self._backoff).wait_s(tries, self._rng, asked)
+                if wait_s is None:
+                    raise
+                await self._driver.pause(wait_s)
+                tries += 1
+
+    async def _placed(
+        self, wanted: Wanted, scope: Scope, fields: Mapping[str, object]
+    ) -> tuple[Selected, Reservation]:
+        expected = wanted.expected_output_tokens
+        reservation = Reservation(len(wanted.token_ids), expected_output_tokens=expected)
+        call = calls.select_and_reserve(reservation.id, fields)
+        selected = await self._booked(call, reservation, scope)
+        if self._config.track_output_blocks:
+            reservation.track_output(selected.block_size)
+        return selected, reservation
+
+    async def _booked(
+        self, call: Call[Selected], reservation: Reservation, scope: Scope | None = None
+    ) -> Selected:
+        """Tries once to reserve. If the service does not respond, releases the reservation, which
+        may exist nevertheless. So it does if the worker's block size is not that of `scope`."""
+        try:
+            selected = await self._driver.book(call, reservation)
+            if scope is not None:
+                _check_size(scope, selected)
+            return selected
+        except (ServiceRefused, ClientClosed, OtherEventLoop):
+            raise  # no reservation exists, or the driver frees it
+        except (ServiceUnreachable, WrongBlockSize) as error:
+            is_lost = isinstance(error, ServiceUnreachable)
+            if isinstance(error, WrongBlockSize) or not error.never_sent:
+                reservation.ambiguous = is_lost
+                if reservation.is_named:
+                    await self._driver.release_now(reservation)  # a retry may use the same id
+                else:
+                    self._driver.release(reservation)
+            raise
+        except BaseException:
+            reservation.ambiguous = True
+            self._driver.release(reservation)
+            raise
+
+
+def _check_size(scope: Scope, selected: Selected) -> None:
+    if scope.block_size not in (None, selected.block_size):
+        raise WrongBlockSize(scope.block_size or 0, selected.block_size)
+
+
+def _is_passed_over(error: WorkerError) -> bool:
+    """Whether another worker should be tried because this one is unreachable, busy or starting."""
+    if isinstance(error, WorkerRefused):
+        return error.status in NOT_FREE
+    return isinstance(error, WorkerUnreachable)
+
+
+def outcome_of(error: BaseException) -> str | None:
+    """Return the outcome to report for a worker after this error; None: nothing to report."""
+    if isinstance(error, WorkerRefused):
+        return outcome_of_status(error.status)
+    if isinstance(error, WorkerUnreachable):
+        return REFUSED if error.never_connected else FAILED
+    return FAILED if isinstance(error, WorkerStreamBroken) else None
+
+
+def _stream(selected: Selected, body: bytes) -> OpenStream:
+    headers = {"content-type": "application/json", "accept-encoding": "identity"}
+    if len(selected.overlap.dp) > 1:
+        # A vLLM server in front of several data-parallel ranks uses the rank given here.
+        headers["x-data-parallel-rank"] = str(selected.dp_rank)
+    return OpenStream(selected.worker_id, selected.endpoint, body, headers)
+
 
 KvPushRouter = KvRouter
-
-
-# -- without an event loop -------------------------------------------------------------------------
-
-
-class SyncTokenStream(Placed, Closing):
-    """The chunks of one generation, as dicts; see CompletionStream.
-
-    The reservation is freed when the stream ends or fails, on close(), and when this object is
-    garbage-collected."""
-
-    def __init__(self, thread: LoopThread, stream: TokenStream) -> None:
-        super().__init__(stream._selected, stream._reservation)
-        self._thread = thread
-        self._stream = stream
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Chunk:
-        chunk = self._stream.taken()
-        if chunk is not None:
-            return chunk
-        try:
-            return self._thread.run(self._stream.__anext__())
-        except (StopAsyncIteration, ClientClosed):
-            raise StopIteration from None
-
-    def close(self) -> None:
-        """Stops the generation, and frees the reservation."""
-        self._stream.forget()
-        if not self._reservation.ended:
-            self._thread.run(self._stream.aclose())
-
-
-class SyncPlacement(Placed):
-    """A rank that is reserved until the end of the `with` block."""
-
-    def __init__(self, thread: LoopThread, placement: Placement) -> None:
-        super().__init__(placement._selected, placement._reservation)
-        self._thread = thread
-        self._placement = placement
-
-    @wraps(Placement.prefill_complete)
-    def prefill_complete(self) -> None:
-        self._thread.run(self._placement.prefill_complete())
-
-    @wraps(Placement.output_block)
-    def output_block(self, decay_fraction: float | None = None) -> None:
-        self._thread.run(self._placement.output_block(decay_fraction))
-
-
-def _made_as(
-    init: Callable[Concatenate[Any, P], None],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Return a decorator that gives a constructor the signature and docstring of `init`."""
-    return lambda own: cast(Callable[Concatenate[Any, P], None], wraps(init)(own))
-
-
-def _run(
-    method: Callable[Concatenate[KvRouter, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate["SyncKvRouter", P], T]:
-    """Return a method of SyncKvRouter that runs `method` of KvRouter in the router's thread."""
-
-    @wraps(method)
-    def run(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return router._thread.run(method(router._router, *args, **kwargs))
-
-    return run
-
-
-def _streamed(
-    method: Callable[Concatenate[KvRouter, P], Coroutine[Any, Any, TokenStream]],
-) -> Callable[Concatenate["SyncKvRouter", P], SyncTokenStream]:
-    @wraps(method)
-    def streamed(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> SyncTokenStream:
-        stream = router._thread.run(method(router._router, *args, **kwargs))
-        return SyncTokenStream(router._thread, stream)
-
-    return streamed
-
-
-def _reserved(
-    method: Callable[Concatenate[KvRouter, P], AbstractAsyncContextManager[Placement]],
-) -> Callable[Concatenate["SyncKvRouter", P], AbstractContextManager[SyncPlacement]]:
-    """Return a method of SyncKvRouter that runs `method`, a context manager, in a thread."""
-
-    @wraps(method)
-    @contextmanager
-    def reserved(
-        router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs
-    ) -> Iterator[SyncPlacement]:
-        held = method(router._router, *args, **kwargs)
-        placement = router._thread.run(_entered(held))
-        try:
-            yield SyncPlacement(router._thread, placement)
-        finally:
-            if not placement._reservation.ended:  # by the end of the router
-                router._thread.run(_left(held))
-
-    return reserved
-
-
-async def _entered(held: AbstractAsyncContextManager[T]) -> T:
-    return await held.__aenter__()
-
-
-async def _left(held: AbstractAsyncContextManager[T]) -> None:
-    await held.__aexit__(None, None, None)
-
-
-class SyncKvRouter(Closing):
-    """KvRouter for programs without an event loop. Use `with`, or call close()."""
-
-    @_made_as(KvRouter.__init__)
-    def __init__(self, *args: Any, sleep: Callable[[float], object] | None = None, **more: Any):
-        """Like KvRouter(), but `sleep` may block, because it is called in a separate thread."""
-        asleep = None if sleep is None else lambda wait_s: asyncio.to_thread(sleep, wait_s)
-        self._router = KvRouter(*args, sleep=asleep, **more)
-        self._thread = LoopThread(self._router._driver)
-
-    generate = _streamed(KvRouter.generate)
-    best_worker = _run(KvRouter.best_worker)
-    get_potential_loads = _run(KvRouter.get_potential_loads)
-    get_overlap_scores = _run(KvRouter.get_overlap_scores)
-    mark_prefill_complete = _run(KvRouter.mark_prefill_complete)
-    free = _run(KvRouter.free)
-    report = _run(KvRouter.report)
-    dump_events = _run(KvRouter.dump_events)
-    reserve = _reserved(KvRouter.reserve)
-    route = _reserved(KvRouter.route)
-
-    def close(self) -> None:
-        """Frees what generate(), reserve() and route() reserved, then closes all connections."""
-        self._thread.close()

@@ -36,13 +36,7 @@ from lean_selector.client.errors import (
     service_refusal,
 )
 from lean_selector.client.reservation import Reservation, release, report
-from lean_selector.client.routing import (
-    FRESH_S,
-    Prompt,
-    Routing,
-    Wishes,
-    outcome_of,
-)
+from lean_selector.client.router import FRESH_S, Wanted, outcome_of
 from lean_selector.client.transport import OpenStream, ServiceConnection, answer_of
 from lean_selector.core.selection.shapes import Overlap
 
@@ -126,15 +120,10 @@ def _nothing_told() -> None:
     driver.steps.clear()
 
 
-def routing(**settings: Any) -> Routing:
-    given = {"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings}
-    return Routing(driver, **given)
-
-
 def router(config: KvRouterConfig | None = None, **settings: Any) -> KvRouter:
     given = {"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings}
     made = KvRouter("http://s", kv_router_config=config, **given)
-    made._driver = made._routing.driver = driver
+    made._driver = driver
     return made
 
 
@@ -321,8 +310,8 @@ def test_a_report_follows_from_what_the_service_does_not_know() -> None:
 @pytest.mark.parametrize("tracks", [True, False])
 def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: bool) -> None:
     config = KvRouterConfig(router_track_output_blocks=tracks)
-    placing = routing(config=config).place(Prompt(TOKENS), Wishes())
-    _, reservation = result(placing, selected())
+    wanted, scope = Wanted(token_ids=TOKENS), Scope("m", "default", 4)
+    _, reservation = result(router(config=config)._placed(wanted, scope, {}), selected())
     reservation.output(2)
     assert (
         reports(reservation) == [("prefill_complete", None), ("output_block", None)][: 1 + tracks]
@@ -451,13 +440,13 @@ BASE = Worker(1, "base", "schedulable", 16, True)
 
 
 def test_discovery_asks_once_it_has_found_workers() -> None:
-    knows_nothing = routing(block_size=None, model_name=None)
-    assert play(knows_nothing.scope("m"), [])
+    knows_nothing = router(block_size=None, model_name=None)
+    assert play(knows_nothing._scope("m"), [])
     found = [BASE, Worker(2, "half", "incomplete")]
-    scope = result(knows_nothing.scope("an adapter of it"), found)
+    scope = result(knows_nothing._scope("an adapter of it"), found)
     assert scope == Scope("base", "default", 16, True)
-    assert result(knows_nothing.scope("an adapter of it")) == scope  # nothing is asked
-    assert result(knows_nothing.scope()) == scope
+    assert result(knows_nothing._scope("an adapter of it")) == scope  # nothing is asked
+    assert result(knows_nothing._scope()) == scope
     fields = calls.prompt_fields([1] * 17, scope, None, None)
     assert fields["isl_tokens"] == 17
     assert len(fields["block_hashes"]) == 8  # type: ignore[arg-type] # bytes of one hash
@@ -465,14 +454,15 @@ def test_discovery_asks_once_it_has_found_workers() -> None:
 
 def test_what_the_selector_serves_is_asked_again_after_a_while_and_for_a_new_model() -> None:
     now = 0.0
-    asks = routing(block_size=None, model_name=None, clock=lambda: now)
-    assert result(asks.scope("base"), [BASE]).block_size == 16
+    asks = router(block_size=None, model_name=None)
+    asks._clock = lambda: now
+    assert result(asks._scope("base"), [BASE]).block_size == 16
     other = Worker(2, "other", "schedulable", 8)
-    assert result(asks.scope("other"), [BASE, other]) == Scope("other", "default", 8)
-    assert result(asks.scope("base")).block_size == 16
+    assert result(asks._scope("other"), [BASE, other]) == Scope("other", "default", 8)
+    assert result(asks._scope("base")).block_size == 16
     now = FRESH_S
     changed = Worker(1, "base", "schedulable", 32)
-    assert result(asks.scope("base"), [changed]) == Scope("base", "default", 32)
+    assert result(asks._scope("base"), [changed]) == Scope("base", "default", 32)
 
 
 @pytest.mark.parametrize("books", [True, False])
@@ -493,16 +483,16 @@ def test_a_block_size_that_changed_is_asked_for_once_more_and_the_call_repeated(
 def test_with_several_models_the_router_must_know_which() -> None:
     found = [BASE, Worker(2, "other", "schedulable", 8)]
     other = Scope("other", "default", 8)
-    asks = routing(block_size=None, model_name=None)
+    asks = router(block_size=None, model_name=None)
     with pytest.raises(ModelNotNamed, match=r"base, other"):
-        result(asks.scope(), found)
-    assert result(routing(block_size=None, model_name=None).scope("other"), found) == other
-    assert result(routing(block_size=None, model_name="other").scope("m"), found) == other
+        result(asks._scope(), found)
+    assert result(router(block_size=None, model_name=None)._scope("other"), found) == other
+    assert result(router(block_size=None, model_name="other")._scope("m"), found) == other
 
 
 def test_another_block_size_than_the_workers_is_an_error_and_leaves_no_booking() -> None:
     with pytest.raises(WrongBlockSize, match=r"4.*16"):
-        result(routing(model_name=None).scope(), [BASE])
+        result(router(model_name=None)._scope(), [BASE])
     work = router().best_worker(TOKENS, request_id="r")
     begin(work)
     work.send(selected(block_size=16))
