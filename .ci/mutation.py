@@ -2,7 +2,7 @@
 """Changes the sources of an area, one small change at a time, and sees whether its tests notice.
 
     .ci/mutation.py AREA...         cost, cells, cursor, ledger, load, queue;
-                                    of the index: groups, holes, lower, names,
+                                    of the index: dump, groups, holes, lower, names,
                                     table, routed, runs, device, index
     .ci/mutation.py AREA '*3'       a tenth of the changes: those whose number ends with 3
     .ci/mutation.py AREA --show     the changes that no test noticed, from the last run
@@ -120,8 +120,13 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             *(f"tests/core/index/test_{name}.py" for name in ("kv_index", "holes", "lower_tiers")),
             *(f"tests/core/index/test_{name}.py" for name in ("vllm_events", "kv_ingest")),
+            *("tests/core/index/test_kv_dump.py", "tests/core/selection/test_overlap.py"),
             *(INDEX_MODEL, f"--deselect={REVIEWED_BY_MANY}"),
         ],
+    ),
+    "dump": (
+        [f"{CORE}/index/kv_dump.py"],
+        ["tests/core/index/test_kv_dump.py", "tests/properties/test_recovery_model.py"],
     ),
 }
 CONFIG = """
