@@ -600,6 +600,15 @@ async def test_without_a_whole_replay_the_blocks_stay_until_removed_once(
 
 
 @inside(service)
+async def test_copies_of_a_dump_without_a_watermark_do_not_count(of: Service) -> None:
+    """Nobody would tell if the engine had dropped one since."""
+    (block,) = as_engine(1)
+    assert isinstance(block, dict)
+    await recovered(of, block | {"learned": {"again": [[1, 1]]}})
+    assert of.index.remove(1, 0, Tier.DEVICE, [1]) == 1
+
+
+@inside(service)
 async def test_the_first_batch_of_an_engine_drops_what_was_recovered(of: Service) -> None:
     async with Engine() as engine:
         await recovered(of, *as_engine(0, 1, STALE))

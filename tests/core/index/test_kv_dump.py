@@ -1,5 +1,8 @@
 """A dump in slices, and events between them."""
 
+from collections import OrderedDict
+from collections.abc import Callable
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,6 +29,7 @@ def name_of(path: tuple[int, ...]) -> int:
 
 
 Event = tuple[str, tuple[int, int], Tier, tuple[int, ...], int]
+Told = Callable[[KvIndex], None]
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 EVENTS = st.tuples(
     st.sampled_from(["store", "store", "store", "remove", "clear"]),
@@ -165,6 +169,84 @@ def test_a_rank_goes_on_only_if_the_dump_shows_all_that_it_holds() -> None:
     assert not goes_on()
     index.remove(*RANKS[0], Tier.DEVICE, [3])
     assert goes_on()
+
+
+ONE, TWO = (0, 0), (0, 1)  # prompts that part after their first block, so it is a run of its own
+CPU = Tier.HOST_PINNED
+
+
+def told(kind: str, path: tuple[int, ...], tier: Tier = Tier.DEVICE, copies: int = 0) -> Told:
+    """A change by an event: a block is stored once and `copies` times more, or removed."""
+
+    def change(index: KvIndex) -> None:
+        if kind == "clear":
+            index.clear(*RANKS[0])
+        elif kind == "remove":
+            index.remove(*RANKS[0], tier, [name_of(path)])
+        for _ in range(1 + copies if kind == "store" else 0):
+            parent = name_of(path[:-1]) if len(path) > 1 else None
+            index.store(*RANKS[0], tier, parent, [name_of(path)], pack(path[-1:]), counted=True)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile", "goes_on"),
+    [
+        ([], [], True),
+        ([], [told("store", (1,))], True),
+        ([], [told("remove", TWO)], True),
+        ([], [told("store", (1,), CPU)], True),
+        ([], [told("store", TWO)], False),  # a copy
+        ([told("store", TWO)], [told("remove", TWO)], False),
+        ([told("store", TWO, CPU)], [told("store", TWO, CPU)], False),
+        ([told("store", TWO, CPU, 1)], [told("remove", TWO, CPU)], False),
+        ([], [told("remove", (0,))], False),  # what it led to is out of reach now
+        ([], [told("clear", ()), told("store", (0,))], False),
+    ],
+)
+def test_a_rank_that_changes_meanwhile_goes_on_if_no_copy_came_or_went(
+    before: list[Told], meanwhile: list[Told], goes_on: bool
+) -> None:
+    """Its events since the dump began may be in the dump or not, and are applied to it again."""
+    index, seq = KvIndex(16), 5
+    for change in (told("store", (0,)), told("store", ONE), told("store", TWO), *before):
+        change(index)
+    marks = {RANKS[0]: Watermark(seq, seq), RANKS[1]: Watermark(3, 3)}
+    dump = index.dump(watermarks=marks, watermark=lambda key: Watermark(seq, seq, 2))
+    assert next(dump)
+    for change in meanwhile:
+        change(index)
+        seq += 1
+    assert list(dump)
+    expected = {RANKS[0]: Watermark(5, seq, 2)} if goes_on else {}
+    assert marks == expected | {RANKS[1]: Watermark(3, 3)}  # which has no blocks
+
+
+def test_what_was_learned_of_blocks_is_beside_them() -> None:
+    index = KvIndex(16)
+    for change in (told("store", (0,)), told("store", ONE, copies=2), told("store", TWO)):
+        change(index)
+    told("store", ONE, CPU, 2)(index)
+    index.store(*RANKS[0], Tier.DEVICE, name_of((0,)), [77], pack([1]))  # another hash of TWO
+    index.learn(RANKS[0]).salts = {CPU: OrderedDict(), Tier.DEVICE: OrderedDict({77: "s"})}
+    index.store(*RANKS[0], Tier.DEVICE, None, [77, 78], pack([5, 6]))
+    runs = [run for runs in index.dump() for run in runs]
+    one = name_of(ONE)
+    assert [(run.block_hashes[0], run.salts, run.again) for run in runs] == [
+        (name_of((0,)), None, None),
+        (one, None, ((one, one),)),
+        (name_of(TWO), None, None),
+        (77, ("s", None), None),
+        (one, None, ((one, one),)),
+    ]
+    index.store(*RANKS[0], Tier.DEVICE, name_of((0,)), [79], pack([1]), counted=True)
+    (two,) = [run for runs in index.dump() for run in runs if run.block_hashes == (name_of(TWO),)]
+    assert two.again == ((79,),)
+    facts = index.learn(RANKS[0])
+    index.clear(*RANKS[0])
+    assert not any(facts.salts.values())
+    assert index.learned(RANKS[0]) is None
 
 
 def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

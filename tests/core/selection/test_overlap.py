@@ -25,6 +25,9 @@ def test_blocks_that_the_source_of_another_rank_reports_count_too() -> None:
         (0, Tier.DEVICE),
         (7, Tier.HOST_PINNED),
     ]
+    index.set_bound(2, 1, None)
+    strays.store(2, 7, Tier.DEVICE, None, [3, 4], pack([3, 4]))
+    assert index.blocks(2, 7, Tier.DEVICE) == 1  # the bound of a worker is that of its strays, too
     strays.store(2, 7, Tier.DEVICE, None, [1], pack([1]))
     index.drop_worker(1)
     assert index.ranks() == [(2, 7)]
