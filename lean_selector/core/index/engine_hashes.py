@@ -42,7 +42,7 @@ class EngineHashes:
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
         self.extra = 0  # number of further names and copies
-        self.retold = 0  # how often a number of copies has changed
+        self.retold = 0  # how often events changed a number of copies
         # Strands with a block that lost its first name and got a further name in its place.
         self.renamed: list[int] = []
 
@@ -123,9 +123,7 @@ class EngineHashes:
         return True
 
     def _forget_copies(self, name: int) -> None:
-        copies = self.copies.pop(name, 0)
-        self.extra -= copies
-        self.retold += copies
+        self.extra -= self.copies.pop(name, 0)
 
     def stored_again(self, place: int, name: int) -> tuple[int, ...]:
         """Return the hashes under which the block at `place`, whose first hash is `name`, was

@@ -243,7 +243,7 @@ class LowerTier:
         # child -> parent + local hash, oldest first: a full tier evicts its oldest blocks.
         self._edge: OrderedDict[bytes, bytes] = OrderedDict()
         self.copies: dict[bytes, int] = {}  # child -> copies beyond the first
-        self.retold = 0  # how often a number of copies has changed
+        self.retold = 0  # how often events changed a number of copies
         edges.admit(bit, self._edge)
 
     def __len__(self) -> int:
