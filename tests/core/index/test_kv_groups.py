@@ -84,6 +84,7 @@ def test_what_is_known_is_copied_also_before_another_group_shows() -> None:
     reports.leading(0, 0, packed([1]))
     assert (reports.only, reports.unequal) == (-1, 0)
     copied = GroupReports()
+    assert copied.only == -1
     copied.restore(reports.state())
     assert copied.only == -1
     copied.join(1)

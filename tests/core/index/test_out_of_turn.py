@@ -134,9 +134,10 @@ def test_what_is_left_stays_until_its_parent_comes_or_all_is_in_order() -> None:
 def test_each_removal_that_is_owed_takes_one_copy() -> None:
     source = Source()
     source.send(Turn.EARLY, 2, removed(1, 1))
-    source.send(Turn.LATE, 1, stored(1), stored(1), stored(1))
-    assert source.held() == [1]
+    source.send(Turn.LATE, 1, stored(1), stored(1))
     assert not len(source.left)
+    source.send(Turn.LATE, 1, stored(1))
+    assert source.held() == [1]
 
 
 def test_a_clear_that_comes_late_ends_what_was_owed_before_the_rest_of_its_batch() -> None:
