@@ -78,11 +78,6 @@ def unit_command(flags: str | None = None) -> list[str]:
     return shlex.split(found[1].replace("$LEAN_SELECTOR_FLAGS", flags))
 
 
-def configured_gateway(words: list[str]) -> GatewayConfig:
-    """A command of the gateway, read as at its start. A wrong one ends in SystemExit."""
-    return configured_as(GatewayConfig, words)
-
-
 def configured(words: list[str]) -> SelectorConfig:
     """A command of the selector, read as at its start. A wrong one ends in SystemExit."""
     return configured_as(SelectorConfig, words)

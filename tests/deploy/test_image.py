@@ -21,7 +21,7 @@ import pytest
 
 from lean_selector.build_info import form
 from loadtest.child_service import ChildService, free_port, plain_environment
-from tests.deploy.recipe_commands import DEPLOY, DOCKERFILE, IN_CHECKOUT
+from tests.deploy.recipe_commands import DOCKERFILE, IN_CHECKOUT
 from tests.support.running_service import DEADLINE_S, wait_until
 
 CHECKOUT = Path(__file__).parents[2]
@@ -148,15 +148,3 @@ def test_it_serves_as_a_user_without_rights_on_a_read_only_file_system(image: Pa
         assert "rror" not in service.log()
     finally:
         service.stop(15, DEADLINE_S)
-
-
-def test_the_build_sends_what_the_dockerfile_copies_and_little_else() -> None:
-    text = DOCKERFILE.read_text(encoding="utf-8")
-    copied = {
-        source
-        for line in re.findall(r"^COPY (?!--from)(.*)$", text, re.M)
-        for source in line.split()[:-1]
-    }
-    ignore = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
-    assert ignore[1] == "*"
-    assert {line.removeprefix("!") for line in ignore if line.startswith("!")} == copied

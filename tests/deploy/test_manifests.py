@@ -4,7 +4,6 @@ Their commands start as processes here, beside an API server that speaks as the 
 """
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,8 +16,6 @@ from loadtest.child_service import ChildService, asked, plain_environment
 from tests.deploy.recipe_commands import (
     MANIFESTS,
     command_of,
-    configured,
-    configured_gateway,
     containers,
     documents,
     is_ours,
@@ -56,7 +53,7 @@ def test_a_resource_is_what_its_schema_says(resource: dict[str, Any], version: s
     kubernetes_validate.validate(resource, version, strict=True)
 
 
-# -- what belongs together -------------------------------------------------------------------------
+# -- what they may ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("resource", PODS)
@@ -73,88 +70,6 @@ def test_a_pod_has_no_more_rights_than_it_needs(resource: dict[str, Any]) -> Non
         assert context["readOnlyRootFilesystem"] is True
         assert context["capabilities"] == {"drop": ["ALL"]}
         assert container["resources"]["requests"].keys() >= {"cpu", "memory"}
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_names_within_a_manifest_lead_somewhere(name: str) -> None:
-    """Selectors select its pods, ports are those of its containers, accounts are its own."""
-    resources = documents(name)
-    pods = [r for r in resources if "template" in r.get("spec", {})]
-    labels = [pod["spec"]["template"]["metadata"]["labels"] for pod in pods]
-    ports = {port["name"] for each in containers(name) for port in each.get("ports", [])}
-    accounts = {r["metadata"]["name"] for r in resources if r["kind"] == "ServiceAccount"}
-    roles = {r["metadata"]["name"] for r in resources if r["kind"] == "Role"}
-    for pod in pods:
-        assert pod["spec"]["selector"]["matchLabels"].items() <= labels[0].items()
-        if (account := pod_of(pod).get("serviceAccountName")) is not None:
-            assert account in accounts
-        volumes = {volume["name"] for volume in pod_of(pod).get("volumes", [])}
-        for each in containers(name):
-            assert {mount["name"] for mount in each.get("volumeMounts", [])} <= volumes
-            for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
-                port = each.get(probe, {}).get("httpGet", {}).get("port")
-                assert port is None or port in {p["name"] for p in each["ports"]}
-    for resource in resources:
-        spec = resource.get("spec", {})
-        if resource["kind"] == "Service":
-            assert any(spec["selector"].items() <= each.items() for each in labels)
-            assert {port["targetPort"] for port in spec["ports"]} <= ports
-        elif resource["kind"] in ("PodDisruptionBudget", "NetworkPolicy"):
-            chosen = spec.get("selector") or spec["podSelector"]
-            assert any(chosen["matchLabels"].items() <= each.items() for each in labels)
-        elif resource["kind"] == "RoleBinding":
-            assert resource["roleRef"]["name"] in roles
-            assert {subject["name"] for subject in resource["subjects"]} <= accounts
-
-
-@pytest.mark.parametrize("name", MANIFESTS)
-def test_the_account_may_watch_the_services_that_are_discovered_and_nothing_else(name: str) -> None:
-    found = [
-        re.findall(r"kubernetes:([a-z-]+)/", word)
-        for each in containers(name)
-        for word in command_of(each)
-    ]
-    namespaces = {namespace for names in found for namespace in names}
-    allowed = {
-        r["metadata"]["namespace"]: r["rules"] for r in documents(name) if r["kind"] == "Role"
-    }
-    rules = [
-        {
-            "apiGroups": ["discovery.k8s.io"],
-            "resources": ["endpointslices"],
-            "verbs": ["list", "watch"],
-        }
-    ]
-    assert allowed == dict.fromkeys(namespaces, rules)
-
-
-def ports_of(container: dict[str, Any]) -> list[int]:
-    """That its command listens on."""
-    program, *words = (word.replace("$(POD_IP)", "10.0.0.1") for word in command_of(container))
-    assert program == "lean-selector"
-    own: list[int] = []
-    if words[0] == "gateway":
-        config = configured_gateway(words[1:])
-        own = [config.listen.port]
-        selector = config.selector
-    else:
-        selector = configured(words)
-    bound = selector.replica.endpoint
-    replica = [] if bound is None else [bound.rpartition(":")[2]]
-    return [*own, selector.listen.port, *map(int, replica)]
-
-
-@pytest.mark.parametrize("resource", PODS)
-def test_the_containers_of_a_pod_take_the_ports_that_they_declare_and_each_its_own(
-    resource: dict[str, Any],
-) -> None:
-    """They share one address, so a port is had by one of them."""
-    pod = pod_of(resource)
-    ours = [each for each in [*pod.get("initContainers", []), *pod["containers"]] if is_ours(each)]
-    taken = [port for each in ours for port in ports_of(each)]
-    assert sorted(taken) == sorted(set(taken))
-    for each in ours:
-        assert {port["containerPort"] for port in each["ports"]} == set(ports_of(each))
 
 
 # -- what runs -------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`deploy/`: what it holds, that every installation has it, and that its flags are real."""
 
 import re
-import sys
 from importlib.metadata import files
 from pathlib import Path
 
@@ -31,27 +30,6 @@ def test_the_command_lists_and_prints_every_file_of_the_checkout(
     assert main(["deploy", "--print", name]) == 0
     assert capsys.readouterr() == (TEXTS[name], "")
     assert {name: (DEPLOY / name).read_text("utf-8") for name in IN_CHECKOUT} == TEXTS
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["--print", "systemd"], "systemd/lean-selector.service"),
-        (["--print", "dockerfile"], "docker/Dockerfile"),
-        (["--print", "kubernetes/replica.yaml"], "kubernetes/replicas.yaml"),
-        (["--print", "../setup.py"], "see --list"),
-        (["--print", ""], "see --list"),
-        ([], "--list"),
-    ],
-)
-def test_a_name_that_there_is_not_is_told_what_is_near(
-    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exited:
-        sys.exit(main(["deploy", *words]))
-    out, err = capsys.readouterr()
-    assert (exited.value.code, out) == (2, "")
-    assert hint in err
 
 
 def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.child_service import ChildService, free_port, plain_environment
-from tests.deploy.recipe_commands import DEFAULTS, UNIT, unit_command
+from tests.deploy.recipe_commands import UNIT
 from tests.support.fake_engine import FakeEngine
 from tests.support.programs import program
 from tests.support.running_service import DEADLINE_S, wait_until
@@ -52,18 +52,6 @@ def installed(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_comment_installs_the_wheel_that_is_there_with_what_discovery_needs(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "lean_selector-1.2-py3-none-any.whl").touch()
-    line = next(line for line in UNIT.read_text().splitlines() if "bin/pip install" in line)
-    command = line.lstrip("# ").replace("/opt/lean-selector/bin/pip install", "echo")
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "lean_selector-1.2-py3-none-any.whl[discovery]\n"
-
-
 def test_systemd_finds_nothing_wrong(installed: Path) -> None:
     assert str(shutil.which("true")) in installed.read_text()
     assert installed.name not in analyze("verify", "--recursive-errors=no", str(installed))
@@ -72,16 +60,6 @@ def test_systemd_finds_nothing_wrong(installed: Path) -> None:
 def test_it_is_as_closed_as_the_document_says(installed: Path) -> None:
     threshold = f"--threshold={round(10 * MOST_EXPOSURE)}"
     analyze("security", "--offline=yes", threshold, "--no-pager", str(installed))
-
-
-def test_the_example_of_flags_is_read_by_a_shell_as_by_systemd() -> None:
-    said = subprocess.run(
-        ["sh", "-c", f'. "{DEFAULTS}"; printf %s "$LEAN_SELECTOR_FLAGS"'],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert said.stdout.split() == unit_command()[-len(said.stdout.split()) :]
 
 
 # What goes before the service: nothing that was written is executed (MemoryDenyWriteExecute, where
