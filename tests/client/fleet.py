@@ -40,7 +40,7 @@ class Fleet:
                 stack.enter_context(self.service)
             for worker_id, worker in self.workers.items():
                 stack.enter_context(worker)
-                self.register(worker_id, worker.endpoint)
+                self.register(worker_id, worker.url)
             self._stack = stack.pop_all()
         return self
 

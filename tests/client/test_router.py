@@ -429,7 +429,7 @@ async def test_reserve_gives_a_placement_and_frees_at_the_end(
     async with router_of(fleet.endpoint, 4) as router:
         async with router.reserve(TOKENS, worker_id=2, dp_rank=0) as placement:
             assert (placement.worker_id, placement.dp_rank) == (2, 0)
-            assert placement.endpoint == fleet.workers[2].endpoint
+            assert placement.endpoint == fleet.workers[2].url
             assert placement.effective_prefill_tokens == 10
             assert (placement.block_size, placement.overlap_blocks) == (4, 0)
             await placement.prefill_complete()
@@ -451,7 +451,7 @@ async def test_route_places_a_raw_request_and_frees_at_the_end(
     async with router_of(fleet.endpoint) as router:
         for body in (b'{"prompt": "a b"}', {"prompt": "a b"}):
             async with router.route(body, "/v1/completions") as placement:
-                assert placement.endpoint == fleet.workers[placement.worker_id].endpoint
+                assert placement.endpoint == fleet.workers[placement.worker_id].url
                 assert (placement.block_size, placement.dp_rank) == (4, 0)
                 assert fleet.total()[2] == 1
                 await placement.prefill_complete()

@@ -280,12 +280,12 @@ async def asking(url: str, state: WorkerState = WorkerState.ASKING) -> AsyncIter
 @on_loop
 async def test_an_engine_that_is_not_up_yet_is_asked_again() -> None:
     with FakeEngine() as engine:
-        engine.is_up = False
+        engine.status = 503
         async with asking(engine.url) as it:
             await until(lambda: len(it.failures) >= 3)
             assert "status 503: starting" in it.failures[0]
             assert not it.heard
-            engine.is_up = True
+            engine.status = 200
             await until(lambda: it.heard)
             engine.block_size = 32
             await until(lambda: it.heard[-1].block_size == 32)

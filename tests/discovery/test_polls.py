@@ -1,7 +1,6 @@
 """Polls of workers: whom, where, how many at once, and what comes of them, with real servers."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,31 +16,11 @@ from tests.support.tuned import TUNED
 FLAGS = ("--worker-health-interval-secs", "0.05")
 
 
-class Engine(FakeEngine):
-    """Says how it is; `status` 0 says nothing at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.status = 200
-        self.paths: list[str] = []
-        self._released = threading.Event()
-
-    def answer(self, path: str, authorization: str | None, sent: bytes) -> tuple[int, bytes]:
-        self.paths.append(path)
-        if not self.status:
-            self._released.wait()
-        return self.status, b""
-
-    def close(self) -> None:
-        self._released.set()
-        super().close()
-
-
 @contextlib.contextmanager
 def two_engines(
     *flags: str, service: RunningService | None = None
-) -> Iterator[tuple[Fleet, Engine, Engine]]:
-    engines = Engine(), Engine()
+) -> Iterator[tuple[Fleet, FakeEngine, FakeEngine]]:
+    engines = FakeEngine(), FakeEngine()
     try:
         with Fleet(0, *FLAGS, *flags, service=service) as fleet:
             for number, engine in enumerate(engines, 1):
@@ -76,7 +55,7 @@ def test_a_worker_that_says_it_is_not_well_is_ejected_until_it_says_it_is() -> N
             assert health(fleet, 2)["state"] == "in_service"
             sick.status = 200
             becomes(fleet, 1, "probation")
-        assert set(sick.paths) == {"/livez"}
+        assert set(sick.asked) == {"/livez"}
 
 
 def test_a_worker_that_does_not_answer_in_time_is_ejected() -> None:
@@ -98,12 +77,12 @@ def test_a_worker_that_is_gone_is_ejected_and_one_that_was_refused_is_back_at_a_
 
 def test_workers_that_come_and_go_are_polled_and_no_longer() -> None:
     with two_engines() as (fleet, one, other):
-        wait_until(lambda: len(one.paths) > 1 and len(other.paths) > 1, "both are asked")
+        wait_until(lambda: one.asked.total() > 1 and other.asked.total() > 1, "both are asked")
         fleet.service.request("DELETE", "/workers/1")
-        seen = len(one.paths)
-        more = len(other.paths) + 5
-        wait_until(lambda: len(other.paths) >= more, "the other goes on being asked")
-        assert len(one.paths) <= seen + 1  # one may have been on its way
+        seen = one.asked.total()
+        more = other.asked.total() + 5
+        wait_until(lambda: other.asked.total() >= more, "the other goes on being asked")
+        assert one.asked.total() <= seen + 1  # one may have been on its way
 
 
 @pytest.mark.parametrize(
@@ -127,7 +106,7 @@ def test_where_a_worker_is_asked(endpoint: str | None, url: str | None) -> None:
 
 def test_a_worker_whose_event_source_is_lost_is_asked_at_once() -> None:
     with (
-        Engine() as engine,
+        FakeEngine() as engine,
         RunningService("--worker-health-interval-secs", "1e9") as service,
     ):
         publisher = KvEventPublisher(worker_id=1, kv_block_size=16, endpoint="tcp://127.0.0.1:0")
@@ -137,6 +116,6 @@ def test_a_worker_whose_event_source_is_lost_is_asked_at_once() -> None:
         wait_until(
             lambda: service.get("/kv_sources")[1][0]["connection"] == "connected", "it is heard"
         )
-        assert engine.paths == []  # its turn is in years
+        assert not engine.asked  # its turn is in years
         publisher.close()
-        wait_until(lambda: engine.paths == ["/health"], "it is asked")
+        wait_until(lambda: [*engine.asked] == ["/health"], "it is asked")

@@ -97,7 +97,7 @@ def with_router(fleet: Fleet, example: str, **names: Any) -> dict[str, Any]:
 
 
 def test_manual_state_management(fleet: Fleet) -> None:
-    endpoints = {number: worker.endpoint for number, worker in fleet.workers.items()}
+    endpoints = {number: worker.url for number, worker in fleet.workers.items()}
     left = with_router(fleet, MANUAL, endpoints=endpoints)
     assert len(fleet.workers[left["worker_id"]].requests) == 1
     assert fleet.total() == (0, 0, 0)

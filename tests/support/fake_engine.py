@@ -1,7 +1,9 @@
 """An engine as far as a selector asks it: real HTTP, and a real publisher of KV events."""
 
 import json
+import random
 import ssl
+import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
@@ -14,7 +16,9 @@ BLOCK_SIZE = 16
 
 
 class FakeEngine:
-    """Answers as vLLM does, or as SGLang. What it answers may be changed while it runs."""
+    """Answers as vLLM does, or as SGLang. What it answers may be changed while it runs.
+
+    It caches what it is asked to complete, block by block, and publishes that."""
 
     def __init__(
         self,
@@ -23,18 +27,24 @@ class FakeEngine:
         block_size: int = BLOCK_SIZE,
         kind: str = "vllm",
         tells_sources: bool = True,
+        publishes: bool = True,
+        seed: int = 0,
         token: str | None = None,
         context: ssl.SSLContext | None = None,
         **publisher: Any,
     ) -> None:
-        """`publisher`: what its KvEventPublisher is given besides."""
+        """`publishes` False: it caches and tells nobody. `seed`: of its hashes. `publisher`: what
+        its KvEventPublisher is given besides."""
         self.model, self.block_size, self.kind = model, block_size, kind
         self.tells_sources = tells_sources
         self.token = token
+        self.publishes, self._hashes = publishes, random.Random(seed)
         self.asked: Counter[str] = Counter()
-        self.is_up = True
+        self.prompts: list[list[int]] = []  # that it completed
+        self.status = 200  # another one is that of every answer; 0: it does not answer
+        self._closed = threading.Event()
         self.events_port = free_port()
-        self._publisher = KvEventPublisher(
+        self.publisher = KvEventPublisher(
             kv_block_size=block_size,
             endpoint=f"tcp://127.0.0.1:{self.events_port}",
             **publisher,
@@ -51,8 +61,15 @@ class FakeEngine:
     def answer(self, path: str, authorization: str | None, sent: bytes) -> tuple[int, bytes]:
         if self.token is not None and authorization != f"Bearer {self.token}":
             return 401, b'{"error":"Unauthorized"}'
-        if not self.is_up:
-            return 503, b"starting"
+        if not self.status:
+            self._closed.wait()
+        if self.status != 200:
+            return self.status, b"starting"
+        if path == "/v1/completions":
+            prompt = json.loads(sent)["prompt"]
+            self.prompts.append(prompt)
+            self.cache(prompt)
+            return 200, b'{"choices":[{"text":"x","index":0}]}'
         body = self._answers().get(path)
         return (404, b'{"detail":"Not Found"}') if body is None else (200, body)
 
@@ -60,6 +77,7 @@ class FakeEngine:
         row = {"id": self.model, "object": "model", "owned_by": self.kind, "parent": None}
         adapter = {"id": "adapter", "object": "model", "owned_by": self.kind, "parent": self.model}
         answers = {"/v1/models": _json({"object": "list", "data": [adapter, row]})}
+        answers |= {"/health": b"", "/livez": b""}
         if self.kind == "sglang":
             events = {
                 "publisher": "zmq",
@@ -79,18 +97,41 @@ class FakeEngine:
             answers["/kv_event_sources"] = _json([source])
         return answers
 
+    def registration(self, worker_id: int, **more: object) -> dict[str, object]:
+        """The body of POST /workers that fits; `more` replaces what is told."""
+        return {
+            "worker_id": worker_id,
+            "model_name": self.model,
+            "endpoint": self.url,
+            "block_size": self.block_size,
+            "total_kv_blocks": 1_000,
+            "kv_events_endpoint": self.publisher.endpoint,
+            "replay_endpoint": self.publisher.replay_endpoint,
+            **more,
+        }
+
+    def cache(self, prompt: list[int]) -> None:
+        """Its full blocks, and publishes them."""
+        full = len(prompt) // self.block_size
+        if self.publishes and full:
+            self.publisher.publish_stored(
+                token_ids=prompt[: full * self.block_size],
+                block_hashes=[self._hashes.getrandbits(63) for _ in range(full)],
+            )
+
     def store(self, tokens: list[int], first_hash: int) -> None:
         """Publishes that it holds these tokens, whole blocks of them."""
         count = len(tokens) // self.block_size
-        self._publisher.publish_stored(
+        self.publisher.publish_stored(
             token_ids=tokens,
             num_block_tokens=[self.block_size] * count,
             block_hashes=[first_hash + n for n in range(count)],
         )
 
     def close(self) -> None:
+        self._closed.set()
         self._server.close()
-        self._publisher.close()
+        self.publisher.close()
 
     def __enter__(self) -> Self:
         return self

@@ -22,9 +22,17 @@ class ThreadedServer:
         keeps: bool = True,
     ) -> None:
         """`keeps`: a connection serves several requests."""
+        self.connections = 0
+
+        counted = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1" if keeps else "HTTP/1.0"
+            disable_nagle_algorithm = True
+
+            def setup(self) -> None:
+                super().setup()
+                counted.connections += 1
 
             def do_GET(self) -> None:
                 with contextlib.suppress(OSError):  # who asked has gone

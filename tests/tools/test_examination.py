@@ -13,10 +13,10 @@ import pytest
 
 from lean_selector.tools.check import main
 from lean_selector.tools.check_questions import AskedSelector, NotASelector
+from tests.support.fake_engine import FakeEngine
 from tests.support.on_loop import on_loop
 from tests.support.outbound_server import Serve, client, response, serving
 from tests.support.running_service import RunningService, free_port, wait_until
-from tests.tools.api_engine import ApiEngine
 
 Findings = list[dict[str, Any]]
 
@@ -52,9 +52,18 @@ def findings(
     return found
 
 
+class ApiEngine(FakeEngine):
+    """It completes prompts, and has a replay of its events."""
+
+    def __init__(self, worker_id: int, **options: Any) -> None:
+        replay: dict[str, Any] = {"worker_id": worker_id, "replay_endpoint": "tcp://127.0.0.1:0"}
+        super().__init__("tiny", tells_sources=False, **replay, **options)
+        self.worker_id = worker_id
+
+
 def register(selector: RunningService, engine: ApiEngine, **more: object) -> None:
     """`more` replaces what is told."""
-    status, answer = selector.post("/workers", engine.registration(**more))
+    status, answer = selector.post("/workers", engine.registration(engine.worker_id, **more))
     assert status == 201, answer
 
 
@@ -139,7 +148,7 @@ def test_endpoints_of_two_workers_that_are_exchanged_are_named(
         for engine, other in ((one, two), (two, one)):
             for number in range(3 * engine.worker_id):
                 engine.cache([number] * 16)
-            follow(selector, engine, **{field: other.registration()[field]})
+            follow(selector, engine, **{field: other.registration(other.worker_id)[field]})
         found = findings(selector, "--probe", status=1, patience_s=6.0)
         errors = [each for each in found if each["level"] == "error"]
         assert any(field in each["mend"] for each in errors), errors
@@ -174,7 +183,7 @@ def test_wrong_ports_are_recognised_by_what_listens_there(selector: RunningServi
             kv_events_endpoint=f"tcp://127.0.0.1:{nobody}",
             block_size=32,
         )
-        register(selector, swapped, replay_endpoint=swapped.events_endpoint, block_size=32)
+        register(selector, swapped, replay_endpoint=swapped.publisher.endpoint, block_size=32)
         register(
             selector,
             bound,
