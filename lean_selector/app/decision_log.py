@@ -324,7 +324,7 @@ def selector_log(core: "SelectorCore", path: str) -> DecisionLog:
     """Creates the decision log of a selector, which has no workers yet. Raises StartError."""
     config, ledgers = core.config, core.selector.ledgers
     log = DecisionLog(path, config.decisions.share, config.settings, ledgers.events)
-    log.keeps_matches = bool(config.access_logs.places)
+    log.keeps_matches = bool(config.access_logs.addresses)
     ledgers.events = core.selector.reservations.decisions = log
     return log
 

@@ -18,8 +18,8 @@ from lean_selector.gateway.access_logs import (
     LogEnds,
     Senders,
     access_log_families,
+    address_of,
     is_loopback,
-    place_of,
     warn_of_a_short_queue,
 )
 from lean_selector.gateway.engine_answers import Tokenizer
@@ -73,7 +73,7 @@ class AccessLogReaders:
         self._readers: list[LineReader] = []
         senders = Senders(config.allowed)
         try:
-            for text in config.places:
+            for text in config.addresses:
                 bound = self._bound(text, config)
                 self._readers.append(LineReader(bound, self.ends.take, self.ends.refuse, senders))
         except BaseException:
@@ -81,10 +81,10 @@ class AccessLogReaders:
             raise
 
     def _bound(self, text: str, config: AccessLogsFlags) -> socket.socket:
-        place = place_of(text)
+        address = address_of(text)
         try:
-            if place.path is None:
-                bound = inet_socket(place.host, place.port, socket.SOCK_DGRAM)
+            if address.path is None:
+                bound = inet_socket(address.host, address.port, socket.SOCK_DGRAM)
                 if not config.allowed and not is_loopback(bound.getsockname()[0]):
                     bound.close()
                     raise StartError(
@@ -93,7 +93,7 @@ class AccessLogReaders:
                     )
                 return bound
             warn_of_a_short_queue(text)
-            path = UnixPath(place.path, socket.SOCK_DGRAM)
+            path = UnixPath(address.path, socket.SOCK_DGRAM)
             bound = path.take()
         except OSError as error:
             raise StartError(f"{os_reason(error)}: {text}") from None
@@ -131,7 +131,7 @@ class GatewayRoutes(Part):
         if prompts is not None:
             self._prompts = prompts_of(prompts, GatewayFleet(selector.catalog), new_client())
         self._logs: AccessLogReaders | None = None
-        if access_logs.places:
+        if access_logs.addresses:
             self._logs = AccessLogReaders(access_logs, selector, time.monotonic, decisions)
         self._route: RouteHandler | None = None
         if self._prompts is not None:

@@ -43,7 +43,7 @@ _FOUND = ("--discover", "workers")
 
 _where = checked_by("lean_selector.discovery.particulars", "target_of", "where")
 _json = checked_by("lean_selector.discovery.particulars", "defaults_of", "json")
-_address = checked_by("lean_selector.gateway.access_logs", "place_of", "address")
+_address = checked_by("lean_selector.gateway.access_logs", "address_of", "address")
 _network = checked_by("lean_selector.gateway.access_logs", "networks_of", "network")
 
 
@@ -390,13 +390,13 @@ class PromptsFlags:
 class AccessLogsFlags:
     """Gateways' access logs
 
-    places: receive gateways' access logs at this address, and free each logged request's
+    addresses: receive gateways' access logs at this address, and free each logged request's
       reservation; syslog:HOST:PORT or unixgram:PATH; may be repeated
     allowed: networks besides loopback from which logs are accepted, such as 10.0.0.0/8; may be
       repeated
     """
 
-    places: list[str] = flag([], "--lifecycle-from", each=_address)
+    addresses: list[str] = flag([], "--lifecycle-from", each=_address)
     allowed: list[str] = flag(
         [], "--lifecycle-allow", each=_network, filled=True, needs=("--lifecycle-from",)
     )

@@ -122,7 +122,7 @@ class SelectorParts(Parts):
     def add_gateway_routes(self) -> None:
         """Adds what serves POST /route and access logs, if they are on. Raises StartError."""
         config, core = self.core.config, self.core
-        if not config.access_logs.places and config.prompts.settings is None:
+        if not config.access_logs.addresses and config.prompts.settings is None:
             return
         from lean_selector.app.gateway_routes import GatewayRoutes
 

@@ -13,7 +13,13 @@ from lean_selector.discovery.finders import (
     Sighting,
 )
 from lean_selector.discovery.kubernetes import KubernetesFinder
-from lean_selector.discovery.particulars import Found, Particulars, Place, Target, endpoint_key
+from lean_selector.discovery.particulars import (
+    Found,
+    FoundEndpoint,
+    Particulars,
+    Target,
+    endpoint_key,
+)
 from lean_selector.discovery.peer_roster import PeerRoster
 from lean_selector.discovery.roster import Asking, Roster, by_state
 from lean_selector.http.outbound import OutboundClient
@@ -79,13 +85,15 @@ class Discoveries(Part):
             assert workers is not None, "files and URLs list workers, not peers"
             workers.found(target.text, found, time.monotonic())
 
-        def on_places(places: Mapping[Place, str], leaving: Iterable[Place]) -> None:
+        def on_endpoints(
+            endpoints: Mapping[FoundEndpoint, str], leaving: Iterable[FoundEndpoint]
+        ) -> None:
             if finds == "peers" and peers is not None:
-                peers.found(target.text, places, leaving, time.monotonic())
+                peers.found(target.text, endpoints, leaving, time.monotonic())
                 return
-            entries = tuple(Particulars(endpoint=place.url) for place in places)
-            uids = {endpoint_key(place.url): uid for place, uid in places.items()}
-            on_found(Found(entries, frozenset(place.url for place in leaving), uids))
+            entries = tuple(Particulars(endpoint=endpoint.url) for endpoint in endpoints)
+            uids = {endpoint_key(endpoint.url): uid for endpoint, uid in endpoints.items()}
+            on_found(Found(entries, frozenset(endpoint.url for endpoint in leaving), uids))
 
         if target.kind == "url":
 
@@ -104,7 +112,7 @@ class Discoveries(Part):
                 target.is_secure,
                 self._interval_s,
                 self._resolve,
-                on_places,
+                on_endpoints,
             ).run
         assert self._api_client is not None
         return KubernetesFinder(
@@ -114,7 +122,7 @@ class Discoveries(Part):
             target.namespace,
             target.name,
             target.port,
-            on_places,
+            on_endpoints,
         ).run
 
     # -- running -----------------------------------------------------------------------------------

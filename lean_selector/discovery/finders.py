@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from lean_selector.discovery.particulars import Found, Particulars, Place, endpoint_key
+from lean_selector.discovery.particulars import Found, FoundEndpoint, Particulars, endpoint_key
 from lean_selector.http.trust import WatchedFile
 
 # -- the state of a discovery ----------------------------------------------------------------------
@@ -67,7 +67,7 @@ class Sighting:
 
 # Called with the found endpoints, each with the uid of the pod there ("" if unknown), and with
 # those reported as terminating.
-OnPlaces = Callable[[Mapping[Place, str], Iterable[Place]], None]
+OnEndpoints = Callable[[Mapping[FoundEndpoint, str], Iterable[FoundEndpoint]], None]
 
 
 # -- files that list workers -----------------------------------------------------------------------
@@ -90,8 +90,8 @@ class ListedEndpoint(msgspec.Struct):
         """Return endpoint and model (label `model`) of the worker. ValueError for a bad port."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
-        place = Place(self.address, int(self.port))
-        return Particulars(endpoint=place.url, model_name=self.labels.get("model"))
+        found = FoundEndpoint(self.address, int(self.port))
+        return Particulars(endpoint=found.url, model_name=self.labels.get("model"))
 
 
 class ListedEndpoints(msgspec.Struct):
@@ -242,26 +242,26 @@ class DnsFinder:
     is_secure: bool
     interval_s: float
     resolve: Resolve
-    on_places: OnPlaces
+    on_endpoints: OnEndpoints
 
     async def run(self) -> None:
         while True:
             try:
-                places = await self._look()
+                endpoints = await self._look()
             except OSError as error:
                 self.sighting.failed(error.strerror or str(error))
             else:
-                self.sighting.found(len(places))
-                self.on_places(dict.fromkeys(places, ""), ())
+                self.sighting.found(len(endpoints))
+                self.on_endpoints(dict.fromkeys(endpoints, ""), ())
             await asyncio.sleep(self.interval_s)
 
-    async def _look(self) -> list[Place]:
+    async def _look(self) -> list[FoundEndpoint]:
         addresses = await self.resolve(self.name, self.port)
         # The IPv4 and IPv6 addresses are those of the same workers; IPv4 is used.
         families = {family for family, _ in addresses}
         wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         found = {
-            Place(str(address[0]), self.port, self.is_secure)
+            FoundEndpoint(str(address[0]), self.port, self.is_secure)
             for family, address in addresses
             if family == wanted and isinstance(address, tuple)
         }

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from lean_selector.discovery.finders import OnPlaces, Sighting
-from lean_selector.discovery.particulars import Place
+from lean_selector.discovery.finders import OnEndpoints, Sighting
+from lean_selector.discovery.particulars import FoundEndpoint
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 
 # -- EndpointSlices, discovery.k8s.io/v1 -----------------------------------------------------------
@@ -92,15 +92,17 @@ _SECURE: Final = frozenset({"https", "kubernetes.io/https"})
 _USUAL: Final = ("http", "https")
 
 
-def places_of(slices: Iterable[Slice], port: str | None) -> tuple[dict[Place, str], list[Place]]:
+def endpoints_of(
+    slices: Iterable[Slice], port: str | None
+) -> tuple[dict[FoundEndpoint, str], list[FoundEndpoint]]:
     """Return a service's ready endpoints, each with the uid of its pod ("" if it has none), and
     its terminating endpoints, both sorted.
 
     `port` is a name or a number. IPv6 endpoints are used only if there are no IPv4 endpoints."""
     slices = list(slices)
     is_v4 = any(each.address_type == "IPv4" and each.endpoints for each in slices)
-    ready: dict[Place, str] = {}
-    leaving: set[Place] = set()
+    ready: dict[FoundEndpoint, str] = {}
+    leaving: set[FoundEndpoint] = set()
     for each in slices:
         if is_v4 and each.address_type == "IPv6":
             continue
@@ -113,14 +115,14 @@ def places_of(slices: Iterable[Slice], port: str | None) -> tuple[dict[Place, st
         for endpoint in each.endpoints or []:
             if not endpoint.addresses:
                 continue
-            place = Place(endpoint.addresses[0], chosen.port, is_secure)
+            found = FoundEndpoint(endpoint.addresses[0], chosen.port, is_secure)
             conditions = endpoint.conditions
             if conditions is not None and conditions.terminating:
-                leaving.add(place)
+                leaving.add(found)
             elif conditions is None or conditions.ready is not False:
                 # One slice may still list a pod whose successor is in another one already.
                 uid = endpoint.target_ref.uid if endpoint.target_ref is not None else ""
-                ready[place] = max(uid, ready.get(place, ""))
+                ready[found] = max(uid, ready.get(found, ""))
     return dict(sorted(ready.items())), sorted(leaving - ready.keys())
 
 
@@ -166,7 +168,7 @@ class KubernetesFinder:
     namespace: str
     service: str
     port: str | None
-    on_places: OnPlaces
+    on_endpoints: OnEndpoints
     again_first_s: float = AGAIN_FIRST_S
     version: str = ""  # version to watch from; empty before a list and after 410
 
@@ -259,7 +261,7 @@ class KubernetesFinder:
         self._tell()
 
     def _tell(self) -> None:
-        ready, leaving = places_of(self._slices.values(), self.port)
+        ready, leaving = endpoints_of(self._slices.values(), self.port)
         self._count = len(ready)
         self.sighting.found(self._count)
-        self.on_places(ready, leaving)
+        self.on_endpoints(ready, leaving)

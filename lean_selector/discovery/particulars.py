@@ -139,7 +139,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
         return [text for name, text in DROPPED_FIELDS.items() if getattr(self, name) is not None]
 
 
-class Place(msgspec.Struct, frozen=True, order=True):
+class FoundEndpoint(msgspec.Struct, frozen=True, order=True):
     """The host and port at which a worker or a peer listens."""
 
     host: str  # a name or an address, without brackets

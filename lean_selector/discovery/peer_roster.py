@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector.core.errors import SelectorError
-from lean_selector.discovery.particulars import Place
+from lean_selector.discovery.particulars import FoundEndpoint
 
 log = logging.getLogger("lean_selector.discovery")
 
@@ -37,14 +37,14 @@ class Mesh(Protocol):
 class KnownPeer:
     """The discovered endpoint of a replica, and its state as a peer."""
 
-    place: Final[Place]
+    found: Final[FoundEndpoint]
     state: str = ITSELF
     error: str | None = None  # why it is not a peer, or not usable for catch-up
     leaves_at: float | None = None  # monotonic time; set while no discovery finds it
 
     @property
     def endpoint(self) -> str:
-        return f"tcp://{self.place}"
+        return f"tcp://{self.found}"
 
 
 def is_own_address_here(host: str) -> bool:
@@ -75,34 +75,38 @@ class PeerRoster:
     is_secure: bool = False
 
     def __post_init__(self) -> None:
-        self._found: dict[str, set[Place]] = {}
-        self._known: dict[Place, KnownPeer] = {}
+        self._found: dict[str, set[FoundEndpoint]] = {}
+        self._known: dict[FoundEndpoint, KnownPeer] = {}
         self._urls: list[str] = []
         self._tried: set[str] = set()  # the mesh's peers when refused ones were last tried again
 
     def known(self) -> list[KnownPeer]:
-        return [self._known[place] for place in sorted(self._known)]
+        return [self._known[found] for found in sorted(self._known)]
 
     def found(
-        self, discovery: str, places: Iterable[Place], leaving: Iterable[Place], now: float
+        self,
+        discovery: str,
+        endpoints: Iterable[FoundEndpoint],
+        leaving: Iterable[FoundEndpoint],
+        now: float,
     ) -> None:
         """Handles the list of all peers at the target `discovery`. A peer that no target lists any
         more is removed after a grace period, or at once if it is in `leaving`."""
-        self._found[discovery] = set(places)
-        named = set[Place]().union(*self._found.values())
-        for place in sorted(named):
-            known = self._known.get(place)
+        self._found[discovery] = set(endpoints)
+        named = set[FoundEndpoint]().union(*self._found.values())
+        for found in sorted(named):
+            known = self._known.get(found)
             if known is None:
-                known = self._known[place] = KnownPeer(place)
+                known = self._known[found] = KnownPeer(found)
                 self._join(known)
             else:
                 known.leaves_at = None
         for known in self._known.values():
-            if known.place not in named and known.leaves_at is None:
+            if known.found not in named and known.leaves_at is None:
                 known.leaves_at = now + self.grace_s
-        for place in leaving:
-            if place in self._known and place not in named:
-                self._known[place].leaves_at = now
+        for found in leaving:
+            if found in self._known and found not in named:
+                self._known[found].leaves_at = now
         self.look(now)
 
     def look(self, now: float) -> None:
@@ -114,7 +118,7 @@ class PeerRoster:
             if known.state == REGISTERED and known.endpoint not in peers:
                 known.state = REMOVED
             if known.leaves_at is not None and known.leaves_at <= now:
-                del self._known[known.place]
+                del self._known[known.found]
                 if known.state == REGISTERED:
                     self.mesh.deregister_peer(known.endpoint)
         if self._tried != set(self.mesh.peers()):
@@ -132,15 +136,15 @@ class PeerRoster:
         if known.state not in (REGISTERED, KNOWN):
             return None
         scheme = "https" if self.is_secure else "http"
-        url = f"{scheme}://{Place(known.place.host, self.http_port)}"
+        url = f"{scheme}://{FoundEndpoint(known.found.host, self.http_port)}"
         known.error = self.refusal(url)
         return url if known.error is None else None
 
     def _join(self, known: KnownPeer) -> None:
-        place, endpoint = known.place, known.endpoint
+        found, endpoint = known.found, known.endpoint
         if endpoint == self.own_endpoint:
             return
-        if place.port == self.own_port and self.is_own_address(place.host):
+        if found.port == self.own_port and self.is_own_address(found.host):
             return
         try:
             known.state = REGISTERED if self.mesh.register_peer(endpoint) else KNOWN

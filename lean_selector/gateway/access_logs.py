@@ -41,7 +41,7 @@ LOOPBACK: Final[tuple[Network, ...]] = (
 )
 
 
-def place_of(text: str) -> LogAddress:
+def address_of(text: str) -> LogAddress:
     """Parses the log address `syslog:HOST:PORT` or `unixgram:PATH`. Raises ValueError."""
     kind, colon, rest = text.partition(":")
     if kind == "unixgram" and rest:
@@ -60,11 +60,11 @@ def place_of(text: str) -> LogAddress:
     return LogAddress(host=host, port=int(port))
 
 
-def places_of(text: str) -> list[str]:
+def addresses_of(text: str) -> list[str]:
     """Splits a comma-separated list of log addresses, without duplicates. Raises ValueError."""
     items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     for item in items:
-        place_of(item)
+        address_of(item)
     return items
 
 
@@ -379,7 +379,7 @@ _DROPS: Final = struct.Struct("I")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
-def warn_of_a_short_queue(place: str) -> None:
+def warn_of_a_short_queue(address: str) -> None:
     """Logs a warning if the system queues few datagrams per UNIX socket: log lines may be lost."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
@@ -391,7 +391,7 @@ def warn_of_a_short_queue(place: str) -> None:
             " set it to %d or more before the selector starts, or read lines over UDP",
             length,
             ENOUGH_QUEUED,
-            extra={"place": place},
+            extra={"place": address},
         )
 
 

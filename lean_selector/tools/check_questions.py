@@ -142,17 +142,17 @@ async def judge_port(
 async def _judged_port(
     resolve: Resolve, endpoint: str, timeout_s: float
 ) -> tuple[str, str, str | None]:
-    place = _place(endpoint)
-    if place is None and endpoint.startswith("ipc://"):
+    target = _host_and_port(endpoint)
+    if target is None and endpoint.startswith("ipc://"):
         return Level.NOTE, ": not checked from here", None
-    if place is None:
+    if target is None:
         mend = "register tcp://HOST:PORT, with the host as the selector reaches it"
         return Level.ERROR, " is not an address that can be connected to", mend
     why: str | None = "the name has no addresses"
     said = b""
     try:
         async with asyncio.timeout(timeout_s):
-            for address in await resolve(*place):
+            for address in await resolve(*target):
                 why = await why_unreachable(address)
                 if why is None:
                     said = await said_at(address)
@@ -173,7 +173,7 @@ async def _judged_port(
     return Level.ERROR, ": the listener does not speak ZMQ", mend
 
 
-def _place(endpoint: str) -> tuple[str, int] | None:
+def _host_and_port(endpoint: str) -> tuple[str, int] | None:
     if not endpoint.startswith("tcp://"):
         return None
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")

@@ -15,7 +15,7 @@ from lean_selector.discovery.finders import (
     Sighting,
     SocketAddress,
 )
-from lean_selector.discovery.particulars import Found, Place, peer_target_of
+from lean_selector.discovery.particulars import Found, FoundEndpoint, peer_target_of
 from lean_selector.discovery.peer_roster import PeerRoster
 from lean_selector.tasks import supervise
 from tests.support.on_loop import on_loop, until
@@ -46,9 +46,9 @@ class Looking:
             raise self.addresses
         return self.addresses
 
-    def _found(self, places: Iterable[Place], leaving: Iterable[Place]) -> None:
+    def _found(self, endpoints: Iterable[FoundEndpoint], leaving: Iterable[FoundEndpoint]) -> None:
         assert not list(leaving)
-        self.urls = [place.url for place in places]
+        self.urls = [endpoint.url for endpoint in endpoints]
 
     async def finds(self, *urls: str) -> None:
         await until(lambda: self.urls == list(urls), lambda: f"{self.urls} != {urls}")

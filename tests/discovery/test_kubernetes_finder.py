@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from lean_selector.discovery.finders import Sighting
-from lean_selector.discovery.kubernetes import KubernetesFinder, Slice, places_of
-from lean_selector.discovery.particulars import Place
+from lean_selector.discovery.kubernetes import KubernetesFinder, Slice, endpoints_of
+from lean_selector.discovery.particulars import FoundEndpoint
 from lean_selector.http.trust import TokenFile, Trust
 from lean_selector.tasks import supervise
 from tests.support.certificates import Authority
@@ -41,12 +41,12 @@ class Following:
             again_first_s=0.001,
         )
 
-    def _found(self, ready: Iterable[Place], leaving: Iterable[Place]) -> None:
-        self.ready = [str(place) for place in ready]
-        self.leaving = [str(place) for place in leaving]
+    def _found(self, ready: Iterable[FoundEndpoint], leaving: Iterable[FoundEndpoint]) -> None:
+        self.ready = [str(endpoint) for endpoint in ready]
+        self.leaving = [str(endpoint) for endpoint in leaving]
 
-    async def finds(self, *places: str) -> None:
-        await until(lambda: self.ready == list(places), lambda: f"{self.ready} != {places}")
+    async def finds(self, *endpoints: str) -> None:
+        await until(lambda: self.ready == list(endpoints), lambda: f"{self.ready} != {endpoints}")
 
 
 @asynccontextmanager
@@ -155,7 +155,13 @@ async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -
         sighting = Sighting("kubernetes:a/b")
         told: list[object] = []
         finder = KubernetesFinder(
-            sighting, client(), served.url, "a", "b", None, lambda *places: told.append(places)
+            sighting,
+            client(),
+            served.url,
+            "a",
+            "b",
+            None,
+            lambda *endpoints: told.append(endpoints),
         )
         running = asyncio.create_task(finder.run())
         await until(lambda: sighting.failures)
@@ -181,8 +187,8 @@ async def test_who_is_said_to_end_is_told_apart_from_who_is_not_ready(tmp_path: 
 
 
 def found(*slices: dict[str, Any], port: str | None = None) -> list[str]:
-    ready, _ = places_of(msgspec.convert(list(slices), list[Slice]), port)
-    return [place.url for place in ready]
+    ready, _ = endpoints_of(msgspec.convert(list(slices), list[Slice]), port)
+    return [endpoint.url for endpoint in ready]
 
 
 def test_of_both_families_the_older_stands_for_both() -> None:
@@ -197,8 +203,8 @@ def test_each_endpoint_has_the_uid_of_its_pod_and_the_same_of_several_each_time(
     bare = slice_of("c", ["10.0.0.2"])
     del bare["endpoints"][0]["targetRef"]
     for slices in ([old, new, bare], [bare, new, old]):
-        ready, _ = places_of(msgspec.convert(slices, list[Slice]), None)
-        assert [(str(place), uid) for place, uid in ready.items()] == [
+        ready, _ = endpoints_of(msgspec.convert(slices, list[Slice]), None)
+        assert [(str(endpoint), uid) for endpoint, uid in ready.items()] == [
             ("10.0.0.1:8000", "b"),
             ("10.0.0.2:8000", ""),
         ]

@@ -3,11 +3,15 @@
 import pytest
 
 from lean_selector.core.errors import BadRequest, Conflict
-from lean_selector.discovery.particulars import Place
+from lean_selector.discovery.particulars import FoundEndpoint
 from lean_selector.discovery.peer_roster import PeerRoster, is_own_address_here
 
 GRACE_S = 10.0
-OURS, A, B = Place("10.0.0.9", 9092), Place("10.0.0.1", 9092), Place("10.0.0.2", 9092)
+OURS, A, B = (
+    FoundEndpoint("10.0.0.9", 9092),
+    FoundEndpoint("10.0.0.1", 9092),
+    FoundEndpoint("10.0.0.2", 9092),
+)
 
 
 class Mesh:
@@ -60,7 +64,7 @@ def test_who_is_found_joins_and_is_caught_up_from(mesh: Mesh, roster: PeerRoster
 
 
 def test_a_replica_does_not_join_itself(mesh: Mesh, roster: PeerRoster) -> None:
-    neighbour = Place(OURS.host, 9093)
+    neighbour = FoundEndpoint(OURS.host, 9093)
     roster.found("one", [OURS, neighbour, A], [], 0.0)
     assert mesh.registered == ["tcp://10.0.0.1:9092", "tcp://10.0.0.9:9093"]
     assert "http://10.0.0.9:8092" in mesh.urls, "another process of this machine is another"
@@ -69,7 +73,9 @@ def test_a_replica_does_not_join_itself(mesh: Mesh, roster: PeerRoster) -> None:
 
 def test_what_a_replica_is_advertised_as_is_itself(mesh: Mesh) -> None:
     roster = PeerRoster(mesh, 1, "tcp://selector-a:9092", 8092, GRACE_S, lambda _: False)
-    roster.found("one", [Place("selector-a", 9092), Place("selector-b", 9092)], [], 0.0)
+    roster.found(
+        "one", [FoundEndpoint("selector-a", 9092), FoundEndpoint("selector-b", 9092)], [], 0.0
+    )
     assert mesh.registered == ["tcp://selector-b:9092"]
 
 
@@ -114,7 +120,7 @@ def test_who_is_removed_over_http_stays_away_until_found_anew(
 
 
 def test_a_peer_that_the_mesh_refuses_is_shown(mesh: Mesh, roster: PeerRoster) -> None:
-    roster.found("one", [Place("refused", 1), A], [], 0.0)
+    roster.found("one", [FoundEndpoint("refused", 1), A], [], 0.0)
     assert states(roster) == ["registered", "refused"]
 
 

@@ -25,11 +25,11 @@ from lean_selector.gateway.access_logs import (
     LogAddress,
     LogEnds,
     Senders,
+    address_of,
+    addresses_of,
     ended_of,
     is_loopback,
     networks_of,
-    place_of,
-    places_of,
 )
 from lean_selector.http.listener import UnixPath, inet_socket
 from loadtest.child_service import free_port
@@ -156,11 +156,11 @@ def test_no_datagram_does_more_than_be_refused(garbage: bytes, start: bytes) -> 
 
 
 def test_places_are_addresses_or_paths() -> None:
-    assert place_of("syslog:127.0.0.1:5140") == LogAddress(host="127.0.0.1", port=5140)
-    assert place_of("syslog:[::1]:5140") == LogAddress(host="::1", port=5140)
-    assert place_of("unixgram:/run/a:b.sock") == LogAddress(path="/run/a:b.sock")
+    assert address_of("syslog:127.0.0.1:5140") == LogAddress(host="127.0.0.1", port=5140)
+    assert address_of("syslog:[::1]:5140") == LogAddress(host="::1", port=5140)
+    assert address_of("unixgram:/run/a:b.sock") == LogAddress(path="/run/a:b.sock")
     both = "syslog:127.0.0.1:1, unixgram:/x,syslog:127.0.0.1:1"
-    assert places_of(both) == ["syslog:127.0.0.1:1", "unixgram:/x"]
+    assert addresses_of(both) == ["syslog:127.0.0.1:1", "unixgram:/x"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_places_are_addresses_or_paths() -> None:
 )
 def test_what_is_no_place_is_told_why(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        place_of(text)
+        address_of(text)
 
 
 def test_loopback_may_write_and_others_by_name() -> None:
@@ -357,7 +357,7 @@ async def test_a_queue_that_is_short_is_told_of_at_the_start(
     monkeypatch.setattr(access_logs, "_QUEUE_LENGTH", tmp_path / "length")
     places = [f"unixgram:{tmp_path}/s", f"syslog:127.0.0.1:{free_port()}"]
     with caplog.at_level(logging.WARNING):
-        AccessLogReaders(AccessLogsFlags(places=places), Books().selector, lambda: 0.0).close()
+        AccessLogReaders(AccessLogsFlags(addresses=places), Books().selector, lambda: 0.0).close()
     assert ["net.unix.max_dgram_qlen is 10" in each for each in caplog.messages] == [True] * warns
     assert [vars(each)["place"] for each in caplog.records] == [f"unixgram:{tmp_path}/s"] * warns
 

@@ -39,7 +39,7 @@ def read(
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
-    ends = [0, *sorted(place % (len(data) + 1) for place in places), len(data)]
+    ends = [0, *sorted(address % (len(data) + 1) for address in places), len(data)]
     return [data[one:other] for one, other in itertools.pairwise(ends)]
 
 

@@ -87,14 +87,14 @@ class OneRequest(RuleBasedStateMachine):
             b"id",
             "lease",
             self.counts,
-            self.place,
+            self.address,
             lambda use, outcome: None,
             self.ended,
         )
         self.errand.begin()
         return self.errand.reply
 
-    def place(self, errand: ProxiedRequest) -> Any:
+    def address(self, errand: ProxiedRequest) -> Any:
         self.places += 1
         self.placing = Placing()
         return self.placing

@@ -104,11 +104,11 @@ class DeviceRanks:
         rank = self._by_bit[bit]
         return rank if rank is not None and strand in rank.names.rows else None
 
-    def name_at(self, bit: int, place: int) -> bytes:
-        """Return the engine hash that a rank has for the block at this place in the trie."""
+    def name_at(self, bit: int, address: int) -> bytes:
+        """Return the engine hash that a rank has for the block at this address in the trie."""
         rank = self._by_bit[bit]
         assert rank is not None
-        return rank.names.name_at(place)
+        return rank.names.name_at(address)
 
     def keys_of(self, bits: int) -> tuple[RankKey, ...]:
         """Return the keys of a set of ranks, which is given as a bit mask."""
@@ -158,15 +158,15 @@ class HashAliases:
             else:
                 del self._odd[strand]
 
-    def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
-        """Return the engine hashes of the block at this place in the trie, each with the set of
+    def names_at(self, ranks: int, address: int) -> list[tuple[bytes, int]]:
+        """Return the engine hashes of the block at this address in the trie, each with the set of
         ranks that use this hash. All of `ranks` must hold the block."""
-        odd = ranks & self.of(place >> POSITION_BITS)
+        odd = ranks & self.of(address >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
-            found[self._ranks.name_at(alike.bit_length() - 1, place)] = alike
+            found[self._ranks.name_at(alike.bit_length() - 1, address)] = alike
         for bit in bits_of(odd):
-            name = self._ranks.name_at(bit, place)
+            name = self._ranks.name_at(bit, address)
             found[name] = found.get(name, 0) | 1 << bit
         return list(found.items())
 
@@ -174,10 +174,10 @@ class HashAliases:
         """Record that the rank's hashes of the strand's blocks may differ from other ranks'."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
-    def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
+    def compare(self, rank: DeviceRank, run: Run, span: int, address: int) -> None:
         """Compare a rank's engine hashes of blocks in a run with those of other ranks. If hashes
         differ, or a comparison takes too long, record that they may differ. `span`: the blocks'
-        positions in the run (a bit mask). `place`: the place of the first block in the trie."""
+        positions in the run (a bit mask). `address`: the address of the first block in the trie."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -186,18 +186,18 @@ class HashAliases:
         others = run.whole & self._ranks.in_use & ~(odd | mine)
         for _ in range(_MAX_COMPARED):
             if not others:
-                if not self._agrees_with_parts(rank, run, span, place):
+                if not self._agrees_with_parts(rank, run, span, address):
                     break
                 return
             other = self._ranks.rank_in(strand, others.bit_length() - 1)
             if other is not None:
-                if not _name_alike(rank, other, place, span.bit_count()):
+                if not _name_alike(rank, other, address, span.bit_count()):
                     break
                 return
             others ^= 1 << (others.bit_length() - 1)  # an old bit of a rank that was retired
         self._odd[strand] = odd | mine
 
-    def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
+    def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, address: int) -> bool:
         """Whether the rank's hashes agree with those of ranks that hold only parts of the run."""
         partial, mine = run.partial, 1 << rank.bit
         if partial is None or (len(partial) == 1 and rank.bit in partial):
@@ -210,7 +210,7 @@ class HashAliases:
                 if other is not None:
                     longest, lead = other, leading
         told = span & (1 << lead) - 1
-        if told and not _name_alike(rank, longest, place, told.bit_count()):
+        if told and not _name_alike(rank, longest, address, told.bit_count()):
             return False
         left = span ^ told
         if not left:
@@ -223,9 +223,9 @@ class HashAliases:
         return True
 
 
-def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
-    """Whether two ranks have the same engine hashes for this many blocks, from `place` on."""
-    strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+def _name_alike(one: DeviceRank, other: DeviceRank, address: int, blocks: int) -> bool:
+    """Whether two ranks have the same engine hashes for this many blocks, from `address` on."""
+    strand, start = address >> POSITION_BITS, (address & POSITION_MASK) << 3
     end = start + (blocks << 3)
     return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
 
@@ -317,9 +317,10 @@ class DeviceTier:
     def store(
         self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
     ) -> None:
-        """Store a chain of blocks on a rank, after the block at the place `parent` in the trie, or
-        NOWHERE for a prompt's start. `names`, `local`: the blocks' engine and local hashes, 8 bytes
-        each. If `counted`, a block that the rank already holds must be removed once more later."""
+        """Store a chain of blocks on a rank, after the block at the address `parent` in the trie,
+        or NOWHERE for a prompt's start. `names`, `local`: the blocks' engine and local hashes, 8
+        bytes each. If `counted`, a block that the rank already holds must be removed once more
+        later."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -396,35 +397,35 @@ class DeviceTier:
         held = run.held_by(rank.bit)
         span = (1 << (len(names) >> 3)) - 1 << position
         both = held & span
-        place = run.strand << POSITION_BITS | run.start + position
+        address = run.strand << POSITION_BITS | run.start + position
         if not both:
-            rank.names.add(place, names)
+            rank.names.add(address, names)
             rank.blocks += len(names) >> 3
         else:
             for at in range(len(names) >> 3):
                 name = names[at << 3 : (at + 1) << 3]
                 if not both >> (position + at) & 1:
-                    rank.names.add(place + at, name)
+                    rank.names.add(address + at, name)
                     rank.blocks += 1
                 else:
-                    self.announce(rank, place + at, int.from_bytes(name, "little"), counted)
+                    self.announce(rank, address + at, int.from_bytes(name, "little"), counted)
         if both != span:
-            self._odd.compare(rank, run, span, place)
+            self._odd.compare(rank, run, span, address)
             run.set_held(rank.bit, held | span)
 
-    def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
+    def announce(self, rank: DeviceRank, address: int, name: int, counted: bool) -> None:
         """Record that an engine stored a held block again, perhaps under another hash (`name`)."""
         names = rank.names
-        is_first = int.from_bytes(names.name_at(place), "little") == name
-        if not is_first and names.aliases.get(name, NOWHERE) != place:
-            names.alias(place, name)
+        is_first = int.from_bytes(names.name_at(address), "little") == name
+        if not is_first and names.aliases.get(name, NOWHERE) != address:
+            names.alias(address, name)
         elif counted:
             names.add_copy(name)
 
-    def edge_to(self, rank: DeviceRank, place: int) -> bytes:
-        """Return the local hash of the block at this place in the trie, preceded by the engine hash
-        of the block before it (nothing for a prompt's first block)."""
-        run, position = self.trie.resolve(place)
+    def edge_to(self, rank: DeviceRank, address: int) -> bytes:
+        """Return the local hash of the block at this address in the trie, preceded by the engine
+        hash of the block before it (nothing for a prompt's first block)."""
+        run, position = self.trie.resolve(address)
         local = bytes(run.label[position << 3 : (position + 1) << 3])
         if not position:
             above = run.parent
@@ -538,8 +539,8 @@ class DeviceTier:
             last = self._held_end(rank, strand) - 1
             run, offset = self.trie.resolve(strand << POSITION_BITS | last)
             held = run.held_by(rank.bit)
-            places = bits_of(held & (2 << offset) - 1)[-blocks:]
-            for position in places:
+            positions = bits_of(held & (2 << offset) - 1)[-blocks:]
+            for position in positions:
                 rank.names.discard(strand << POSITION_BITS | run.start + position)
-            self._drop_blocks(rank, run, sum(1 << position for position in places))
-            blocks -= len(places)
+            self._drop_blocks(rank, run, sum(1 << position for position in positions))
+            blocks -= len(positions)

@@ -1,10 +1,10 @@
-"""Map the engine hashes of one rank's blocks to places, and back. A place is a u32, `strand << 10 |
-position`. A strand is a sequence of blocks without a branch (see runs.py).
+"""Map the engine hashes of one rank's blocks to addresses, and back. An address is a u32, `strand
+<< 10 | position`. A strand is a sequence of blocks without a branch (see runs.py).
 
 An engine hash is called a name here. A rank has a row for each strand: the blocks' names, with 0
 for a block that the rank does not hold. Rare cases are stored apart from the rows: aliases (further
 names of a block), copies (a block was stored again under the same name), and names that several
-blocks share. Two classes find the place of a name. `HashesInDicts` is fast in plain Python;
+blocks share. Two classes find the address of a name. `HashesInDicts` is fast in plain Python;
 `HashesPacked` takes a fifth of the memory, and is fast when compiled. Spec: indexer.md 3.2, 7.4.
 
 If two blocks share a name, the name stands for the newer block. After the newer block is removed,
@@ -25,7 +25,7 @@ NO_NAME: Final = bytes(8)
 
 
 class EngineHashes:
-    """Engine hashes (names) of one rank's blocks, and their places in the trie. For each strand
+    """Engine hashes (names) of one rank's blocks, and their addresses in the trie. For each strand
     (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,
     8 bytes per name, little-endian. A single name is an int."""
 
@@ -35,9 +35,9 @@ class EngineHashes:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
         # oldest key of a plain dict steps over the holes that removed keys leave.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
-        # Places of names of several blocks, and of name 0; the newest place last.
+        # Addresses of names of several blocks, and of name 0; the newest address last.
         self.listed: dict[int, list[int]] = {}
-        # Further names of each block, oldest first; and the place of each further name.
+        # Further names of each block, oldest first; and the address of each further name.
         self.aliases: OrderedDict[int, int] = OrderedDict()
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
@@ -47,61 +47,62 @@ class EngineHashes:
         self.renamed: list[int] = []
 
     def find(self, name: int) -> int:
-        """Return the place in the trie of the block with the engine hash `name`, or NOWHERE."""
+        """Return the address in the trie of the block with the engine hash `name`, or NOWHERE."""
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
         """Remove engine hashes. Return blocks left without a hash: a bit mask per trie part."""
         raise NotImplementedError
 
-    def add(self, place: int, packed: bytes) -> None:
-        """Set the engine hashes of the blocks at `place` and the following positions. None of these
-        blocks may have a hash yet, and no hash may occur twice in `packed`."""
+    def add(self, address: int, packed: bytes) -> None:
+        """Set the engine hashes of the blocks at `address` and the following positions. None of
+        these blocks may have a hash yet, and no hash may occur twice in `packed`."""
         raise NotImplementedError
 
-    def drop_name(self, name: int, place: int) -> None:
-        """Remove `name`, the first engine hash of the block at `place`, from the look-up table."""
+    def drop_name(self, name: int, address: int) -> None:
+        """Remove `name`, the first engine hash of the block at `address`, from the look-up
+        table."""
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
         """Free all memory except `rows`, in steps. The object is unusable afterwards."""
         raise NotImplementedError
 
-    def discard(self, place: int) -> None:
-        """Remove all engine hashes of the block at `place`. The rank must hold the block."""
-        start = (place & POSITION_MASK) << 3
-        row = self.rows[place >> POSITION_BITS]
+    def discard(self, address: int) -> None:
+        """Remove all engine hashes of the block at `address`. The rank must hold the block."""
+        start = (address & POSITION_MASK) << 3
+        row = self.rows[address >> POSITION_BITS]
         name = int.from_bytes(row[start : start + 8], "little")
         row[start : start + 8] = NO_NAME
-        self.drop_name(name, place)
+        self.drop_name(name, address)
         if self.extra:
             self._forget_copies(name)
-            for alias in self.alias_at.pop(place, ()):
+            for alias in self.alias_at.pop(address, ()):
                 del self.aliases[alias]
                 self.extra -= 1
                 self._forget_copies(alias)
 
-    def name_at(self, place: int) -> bytes:
-        """Return the first engine hash of the block at `place`. The rank must hold the block."""
-        start = (place & POSITION_MASK) << 3
-        return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
+    def name_at(self, address: int) -> bytes:
+        """Return the first engine hash of the block at `address`. The rank must hold the block."""
+        start = (address & POSITION_MASK) << 3
+        return bytes(self.rows[address >> POSITION_BITS][start : start + 8])
 
-    def alias(self, place: int, name: int) -> None:
-        """Add `name` as a further engine hash of the block at `place`."""
+    def alias(self, address: int, name: int) -> None:
+        """Add `name` as a further engine hash of the block at `address`."""
         self.forget_alias(name)
-        self.aliases[name] = place
-        self.alias_at.setdefault(place, []).append(name)
+        self.aliases[name] = address
+        self.alias_at.setdefault(address, []).append(name)
         self.extra += 1
 
     def forget_alias(self, name: int) -> None:
-        place = self.aliases.pop(name, None)
-        if place is not None:
+        address = self.aliases.pop(name, None)
+        if address is not None:
             self.extra -= 1
             self._forget_copies(name)
-            names = self.alias_at[place]
+            names = self.alias_at[address]
             names.remove(name)
             if not names:
-                del self.alias_at[place]
+                del self.alias_at[address]
 
     def add_copy(self, name: int) -> None:
         """Count one more copy: the engine stored a block again under the same hash."""
@@ -125,11 +126,11 @@ class EngineHashes:
     def _forget_copies(self, name: int) -> None:
         self.extra -= self.copies.pop(name, 0)
 
-    def stored_again(self, place: int, name: int) -> tuple[int, ...]:
-        """Return the hashes under which the block at `place`, whose first hash is `name`, was
+    def stored_again(self, address: int, name: int) -> tuple[int, ...]:
+        """Return the hashes under which the block at `address`, whose first hash is `name`, was
         stored after the first time."""
         again = [name] * self.copies.get(name, 0)
-        for alias in self.alias_at.get(place, ()):
+        for alias in self.alias_at.get(address, ()):
             again += [alias] * (1 + self.copies.get(alias, 0))
         return tuple(again)
 
@@ -168,9 +169,10 @@ class EngineHashes:
         else:  # one event removed all blocks of the strand, so the row is already gone
             self.rows.pop(strand, None)
 
-    def write_row(self, place: int, packed: bytes) -> None:
-        """Write the hashes of the blocks at `place` and the next places of the trie into `rows`."""
-        strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+    def write_row(self, address: int, packed: bytes) -> None:
+        """Write the hashes of the blocks at `address` and the next addresses of the trie into
+        `rows`."""
+        strand, start = address >> POSITION_BITS, (address & POSITION_MASK) << 3
         row = self.rows.get(strand)
         if row is None:
             row = self.rows[strand] = bytearray()
@@ -197,26 +199,26 @@ class EngineHashes:
             if name in self.aliases:
                 self.forget_alias(name)
                 continue
-            place = self.find(name)
-            if place in self.alias_at:
-                self._rename(place, name)
-            elif place != NOWHERE:
-                self.discard(place)
-                strand = place >> POSITION_BITS
-                gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+            address = self.find(name)
+            if address in self.alias_at:
+                self._rename(address, name)
+            elif address != NOWHERE:
+                self.discard(address)
+                strand = address >> POSITION_BITS
+                gone[strand] = gone.get(strand, 0) | 1 << (address & POSITION_MASK)
         return gone
 
-    def _rename(self, place: int, name: int) -> None:
-        """Replace `name` in the row, at `place`, by the block's next hash (its oldest alias)."""
-        names = self.alias_at[place]
+    def _rename(self, address: int, name: int) -> None:
+        """Replace `name` in the row, at `address`, by the block's next hash (its oldest alias)."""
+        names = self.alias_at[address]
         alias = names.pop(0)
         if not names:
-            del self.alias_at[place]
+            del self.alias_at[address]
         del self.aliases[alias]
         self.extra -= 1
-        self.drop_name(name, place)
-        self.add(place, alias.to_bytes(8, "little"))
-        self.renamed.append(place >> POSITION_BITS)
+        self.drop_name(name, address)
+        self.add(address, alias.to_bytes(8, "little"))
+        self.renamed.append(address >> POSITION_BITS)
 
 
 # -- dicts, for the interpreted form ---------------------------------------------------------------
@@ -227,14 +229,14 @@ class EngineHashes:
 # number is a power of 2. The hash chooses the dict, which costs 0.1 us more per block.
 _FRONT_BLOCKS = 40_000
 _SHARDS = 32
-# The dicts map to a segment of a row, not to a place. So all blocks of a segment share one int, and
-# to find a hash among the segment's 64 takes 0.1 us.
+# The dicts map to a segment of a row, not to an address. So all blocks of a segment share one int,
+# and to find a hash among the segment's 64 takes 0.1 us.
 _SEGMENT_BITS = 6
 _STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
 _SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
 _SEGMENT_BYTES = 8 << _SEGMENT_BITS
 _RECENT_SEGMENTS = 256  # cached ints, shared by events that fill a segment one block at a time
-_LISTED = -1  # dict value of a name whose places are in `listed`
+_LISTED = -1  # dict value of a name whose addresses are in `listed`
 
 
 class HashesInDicts(EngineHashes):
@@ -259,8 +261,8 @@ class HashesInDicts(EngineHashes):
             if segment is None:
                 return NOWHERE
         if segment == _LISTED:
-            places = self.listed.get(name)
-            return places[-1] if places else NOWHERE
+            addresses = self.listed.get(name)
+            return addresses[-1] if addresses else NOWHERE
         eight = name.to_bytes(8, "little")
         strand = segment >> _STRAND_SHIFT
         row = self.rows[strand]
@@ -293,10 +295,10 @@ class HashesInDicts(EngineHashes):
         if len(names) == 1:  # usual for an engine that evicts a block per decoded block
             holder = self._dict_of(names[0])
             if holder is not None and names[0]:
-                place = self._locate(packed, holder.pop(names[0]))
-                strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
+                address = self._locate(packed, holder.pop(names[0]))
+                strand, start = address >> POSITION_BITS, (address & POSITION_MASK) << 3
                 self.rows[strand][start : start + 8] = NO_NAME
-                gone[strand] = 1 << (place & POSITION_MASK)
+                gone[strand] = 1 << (address & POSITION_MASK)
             return gone
         segments = list(map(front.pop, names, repeat(None)))
         if shards:
@@ -321,49 +323,49 @@ class HashesInDicts(EngineHashes):
         """Set `names` to 0 in `rows`. Add their positions to the bit masks in `gone` (by strand).
         `segments`: per name, the number of its group of 64 row entries. Fast if blocks adjoin."""
         count = len(names)
-        place = self._locate(names[0].to_bytes(8, "little"), segments[0])
-        before = place & POSITION_MASK and count > 1
-        if before and names[1] == int.from_bytes(self.name_at(place - 1), "little"):
+        address = self._locate(names[0].to_bytes(8, "little"), segments[0])
+        before = address & POSITION_MASK and count > 1
+        if before and names[1] == int.from_bytes(self.name_at(address - 1), "little"):
             names = names[::-1]
             segments.reverse()
         packed = u64s(count).pack(*names)
         at = 0
         while at < count:
-            place = self._locate(packed[at << 3 : (at + 1) << 3], segments[at])
-            strand, position = place >> POSITION_BITS, place & POSITION_MASK
+            address = self._locate(packed[at << 3 : (at + 1) << 3], segments[at])
+            strand, position = address >> POSITION_BITS, address & POSITION_MASK
             row = self.rows[strand]
             same = common_prefix(row, position << 3, packed, at << 3)
             row[position << 3 : (position << 3) + same] = bytes(same)
             gone[strand] = gone.get(strand, 0) | (1 << (same >> 3)) - 1 << position
             at += same >> 3
 
-    def drop_name(self, name: int, place: int) -> None:
+    def drop_name(self, name: int, address: int) -> None:
         holder = self._dict_of(name)
         assert holder is not None
         if holder[name] != _LISTED:
             del holder[name]
             return
-        places = self.listed[name]
-        places.remove(place)
-        if not places:  # name 0 stays listed even if it has only one place
+        addresses = self.listed[name]
+        addresses.remove(address)
+        if not addresses:  # name 0 stays listed even if it has only one address
             del self.listed[name]
-        elif name and len(places) == 1:
-            holder[name] = places[0] >> _SEGMENT_BITS
+        elif name and len(addresses) == 1:
+            holder[name] = addresses[0] >> _SEGMENT_BITS
             del self.listed[name]
 
-    def add(self, place: int, packed: bytes) -> None:
+    def add(self, address: int, packed: bytes) -> None:
         names: Sequence[int] = u64s(len(packed) >> 3).unpack(packed)
         if self.aliases:
             for name in names:
                 self.forget_alias(name)
         front, shards, mask, recent = self._front, self._shards, _SHARDS - 1, self._recent
-        first, end = place, place + len(names)
+        first, end = address, address + len(names)
         while first < end:
             segment = first >> _SEGMENT_BITS
             segment = recent.setdefault(segment, segment)
             last = (segment + 1) << _SEGMENT_BITS
-            is_all = first == place and end <= last
-            here = names if is_all else names[first - place : last - place]
+            is_all = first == address and end <= last
+            here = names if is_all else names[first - address : last - address]
             if not shards and front.keys().isdisjoint(here):
                 for name in here:
                     front[name] = segment
@@ -372,7 +374,7 @@ class HashesInDicts(EngineHashes):
             for name in here:
                 holder = shards[name & mask] if shards else front
                 if name in front or name in holder:
-                    self._add_another(name, place + names.index(name))
+                    self._add_another(name, address + names.index(name))
                 else:
                     holder[name] = segment
             first = last
@@ -381,15 +383,15 @@ class HashesInDicts(EngineHashes):
         if not shards and len(front) > _FRONT_BLOCKS:
             self._shards = [{} for _ in range(_SHARDS)]
         # Add names last, because a name that is already in a row would be found there instead.
-        self.write_row(place, packed)
+        self.write_row(address, packed)
 
-    def _add_another(self, name: int, place: int) -> None:
+    def _add_another(self, name: int, address: int) -> None:
         holder = self._dict_of(name)
         assert holder is not None
         if holder[name] != _LISTED:
             self.listed[name] = [self._locate(name.to_bytes(8, "little"), holder[name])]
             holder[name] = _LISTED
-        self.listed.setdefault(name, []).append(place)
+        self.listed.setdefault(name, []).append(address)
 
     def dismantled(self) -> Iterator[None]:
         for holder in (self._front, *self._shards, self.aliases, self.copies):

@@ -208,7 +208,8 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 class HashesPacked(EngineHashes):
-    """Finds places by a hash table. The table lacks hash 0 and hashes that several blocks share."""
+    """Finds addresses by a hash table. The table lacks hash 0 and hashes that several blocks
+    share."""
 
     __slots__ = ("_table",)
 
@@ -232,29 +233,30 @@ class HashesPacked(EngineHashes):
         table = self._table
         at: i64 = 0
         end: i64 = len(packed)
-        low: i64 = 0  # where a stretch of consecutive places begins
+        low: i64 = 0  # where a stretch of consecutive addresses begins
         high: i64 = -2
         while at < end:
             name: i64 = read_i64_le(packed, at)
             at += 8
-            place: i64 = table.pop(name) if name != 0 else NOWHERE
-            if place < 0:
+            address: i64 = table.pop(name) if name != 0 else NOWHERE
+            if address < 0:
                 continue
             # Engines evict neighbours together, mostly at the end of a prompt.
-            if place == low - 1 and high >= 0 and (low & POSITION_MASK) != 0:
-                low = place
-            elif place == high + 1 and high >= 0 and (place & POSITION_MASK) != 0:
-                high = place
+            if address == low - 1 and high >= 0 and (low & POSITION_MASK) != 0:
+                low = address
+            elif address == high + 1 and high >= 0 and (address & POSITION_MASK) != 0:
+                high = address
             else:
                 if high >= 0:
                     self._empty(low, high, gone)
-                low = high = place
+                low = high = address
         if high >= 0:
             self._empty(low, high, gone)
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Set hashes at places `low` through `high` to 0. Add the places to the masks in `gone`."""
+        """Set hashes at addresses `low` through `high` to 0. Add the addresses to the masks in
+        `gone`."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK
@@ -262,12 +264,12 @@ class HashesPacked(EngineHashes):
         row[position << 3 : (position + count) << 3] = bytes(count << 3)
         gone[strand] = gone.get(strand, 0) | ((1 << count) - 1) << position
 
-    def add(self, place: int, packed: bytes) -> None:
+    def add(self, address: int, packed: bytes) -> None:
         if self.aliases:
             for at in range(0, len(packed), 8):
                 self.forget_alias(int.from_bytes(packed[at : at + 8], "little"))
         table = self._table
-        first: i64 = place
+        first: i64 = address
         start: i64 = 0
         end: i64 = len(packed)
         is_listed = bool(self.listed)
@@ -280,19 +282,19 @@ class HashesPacked(EngineHashes):
                 is_listed = True
             first += 1
             start += 8
-        self.write_row(place, packed)
+        self.write_row(address, packed)
 
-    def drop_name(self, name: int, place: int) -> None:
-        places = self.listed.get(name) if self.listed else None
-        if places is None:
+    def drop_name(self, name: int, address: int) -> None:
+        addresses = self.listed.get(name) if self.listed else None
+        if addresses is None:
             self._table.pop(_signed(name))
             return
-        places.remove(place)
-        if not places:  # name 0 stays listed even if it has only one place
+        addresses.remove(address)
+        if not addresses:  # name 0 stays listed even if it has only one address
             del self.listed[name]
-        elif name and len(places) == 1:
+        elif name and len(addresses) == 1:
             del self.listed[name]
-            self._table.add(_signed(name), places[0])
+            self._table.add(_signed(name), addresses[0])
 
     def dismantled(self) -> Iterator[None]:
         yield from emptied(self.aliases)

@@ -147,8 +147,8 @@ class _DeviceWalk:
     def _stored_again(
         self, run: Run, hashes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], ...] | None:
-        names, place = self._rank.names, run.strand << POSITION_BITS | run.start
-        again = tuple([names.stored_again(place + at, name) for at, name in enumerate(hashes)])
+        names, address = self._rank.names, run.strand << POSITION_BITS | run.start
+        again = tuple([names.stored_again(address + at, name) for at, name in enumerate(hashes)])
         return again if any(again) else None
 
     def _holds_whole(self, run: Run) -> bool:

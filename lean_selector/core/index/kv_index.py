@@ -288,15 +288,15 @@ class KvIndex:
         if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (blocks >> 5))
         rank = self._ranks.get(key)
-        place = NOWHERE
+        address = NOWHERE
         if parent_hash is not None:
-            place = rank.device.names.find(parent_hash) if rank else NOWHERE
-            if place == NOWHERE:
+            address = rank.device.names.find(parent_hash) if rank else NOWHERE
+            if address == NOWHERE:
                 return StoreResult.UNKNOWN_PARENT
         if not self._device.has_room(blocks):
             return StoreResult.FULL
         rank = rank or self._admit(key)
-        self._device.store(rank.device, place, names, local_hashes, counted)
+        self._device.store(rank.device, address, names, local_hashes, counted)
         bound = self.bounds.of(key[0])[0]
         extra = rank.device.names.extra
         if extra and rank.device.blocks + extra > bound:  # more blocks than the engine can hold
@@ -317,13 +317,13 @@ class KvIndex:
             if rank is None:
                 break
             name = names[at : at + 8]
-            place = rank.device.names.find(int.from_bytes(name, "little"))
+            address = rank.device.names.find(int.from_bytes(name, "little"))
             if tier is _DEVICE:
-                if place == NOWHERE:
+                if address == NOWHERE:
                     continue
-                self._device.announce(rank.device, place, int.from_bytes(name, "little"), counted)
+                self._device.announce(rank.device, address, int.from_bytes(name, "little"), counted)
             else:
-                edge = None if place == NOWHERE else self._device.edge_to(rank.device, place)
+                edge = None if address == NOWHERE else self._device.edge_to(rank.device, address)
                 for held in rank.lower if edge is None else ():
                     edge = edge or held.edge_to(name)
                 if edge is None:

@@ -7,11 +7,11 @@ prompt parts from another; its label is bytes, 8 per block (the local hash, whic
 own tokens but not its prefix), and a prompt is compared with it at the speed of memcmp. A run is
 split where prompts part, and nowhere else.
 
-What goes wrong with runs is everything that refers to a block. A rank has the place of each of its
-engine hashes, and a split in the middle of a run must not rewrite thousands of them, for every rank
-that holds the run. So a place outlives splits: a run begins a strand, of up to 1024 blocks. Splits
-divide the strand into several runs, but each block keeps its position in the strand, and a place is
-(strand, position).
+What goes wrong with runs is everything that refers to a block. A rank has the address of each of
+its engine hashes, and a split in the middle of a run must not rewrite thousands of them, for every
+rank that holds the run. So an address outlives splits: a run begins a strand, of up to 1024 blocks.
+Splits divide the strand into several runs, but each block keeps its position in the strand, and an
+address is (strand, position).
 
 The other trouble is holders. A rank is a number here, a set of ranks a bit mask, so the holders of
 a whole run are one int. But a rank evicts single blocks, and then holds a run in part. Such ranks
@@ -171,9 +171,9 @@ class RunTrie:
         parent.children[label[:8]] = run
         return run
 
-    def resolve(self, place: int) -> tuple[Run, int]:
-        """Return the run of the block numbered `place`, and the block's position in this run."""
-        strand, position = place >> POSITION_BITS, place & POSITION_MASK
+    def resolve(self, address: int) -> tuple[Run, int]:
+        """Return the run of the block numbered `address`, and the block's position in this run."""
+        strand, position = address >> POSITION_BITS, address & POSITION_MASK
         pieces = self._split.get(strand)
         if pieces is None:
             run = self.strands[strand]

@@ -22,7 +22,7 @@ class LoadOrder:
         "_block_size",
         "_by_load",
         "_by_tokens",
-        "_places",
+        "_order",
         "_request_weight",
         "everyone",
         "loads",
@@ -42,7 +42,7 @@ class LoadOrder:
         self.ranks: dict[int, RankLoad] = {}
         self.loads: list[LoadBucket] = []
         # (key, tokens, standing) of each load in `loads`
-        self._places: list[tuple[float, int, float]] = []
+        self._order: list[tuple[float, int, float]] = []
         self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by (tokens, standing)
         # The keys of `_by_load`, sorted on first use.
         self._by_tokens: list[tuple[int, float]] | None = None
@@ -64,7 +64,7 @@ class LoadOrder:
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
-        """Move a rank whose load changed to its new place. Ignores ranks that were not added."""
+        """Move a rank whose load changed to its new position. Ignores ranks that were not added."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -98,9 +98,9 @@ class LoadOrder:
     def _open(self, tokens: int, standing: float) -> LoadBucket:
         """Add and return a bucket (set of ranks of equal load) for a load that no rank has yet."""
         key = self.scale * tokens / self._block_size + standing
-        place = key, tokens, standing
-        at = bisect.bisect_left(self._places, place)
-        self._places.insert(at, place)
+        entry = key, tokens, standing
+        at = bisect.bisect_left(self._order, entry)
+        self._order.insert(at, entry)
         bucket = LoadBucket(tokens, standing, key)
         self.loads.insert(at, bucket)
         self._by_load[tokens, standing] = bucket
@@ -110,23 +110,23 @@ class LoadOrder:
 
     def _close(self, bucket: LoadBucket) -> None:
         tokens, standing = bucket.tokens, bucket.standing
-        at = bisect.bisect_left(self._places, (bucket.key, tokens, standing))
-        del self._places[at]
+        at = bisect.bisect_left(self._order, (bucket.key, tokens, standing))
+        del self._order[at]
         del self.loads[at]
         del self._by_load[tokens, standing]
         if self._by_tokens is not None:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
-    def place_of(self, key: float, first: int) -> int:
+    def position_of(self, key: float, first: int) -> int:
         """Return the first position in `loads`, from `first` on, with a load of `key` or more."""
-        return bisect.bisect_left(self._places, (key, 0, 0.0), first)
+        return bisect.bisect_left(self._order, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:
         """Return the least number of prefill tokens on any of these ranks; 0 for an empty set."""
         by_tokens = self._by_tokens
         if by_tokens is None:
             by_tokens = self._by_tokens = sorted(self._by_load)
-        for place in by_tokens:
-            if self._by_load[place].ranks & ranks:
-                return place[0]
+        for entry in by_tokens:
+            if self._by_load[entry].ranks & ranks:
+                return entry[0]
         return 0

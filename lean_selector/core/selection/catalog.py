@@ -234,7 +234,7 @@ class Worker:
         return shown
 
 
-def _place(worker: Worker) -> tuple[str, str, int]:
+def _order_key(worker: Worker) -> tuple[str, str, int]:
     return *worker.spec.key, worker.spec.worker_id
 
 
@@ -385,7 +385,7 @@ class Catalog:
             self._forget(known)
             known = None
         if known is None:
-            insort(self._order, _place(worker))
+            insort(self._order, _order_key(worker))
         self.workers[worker.spec.worker_id] = worker
         self.revision += 1
         self._remember(worker.spec.key)
@@ -401,7 +401,7 @@ class Catalog:
 
     def _forget(self, worker: Worker) -> None:
         del self.workers[worker.spec.worker_id]
-        del self._order[bisect_left(self._order, _place(worker))]
+        del self._order[bisect_left(self._order, _order_key(worker))]
         self.revision += 1
 
     def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:

@@ -205,11 +205,11 @@ def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
     """Group the ranks as `taint_weights` does, but worker by worker: faster if taints vary much."""
-    places = {name: place for place, name in enumerate(preferred)}
+    positions = {name: position for position, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
         weight = 0.0
-        for name in sorted([n for n in worker.taints if n in places], key=places.__getitem__):
+        for name in sorted([n for n in worker.taints if n in positions], key=positions.__getitem__):
             weight += preferred[name]
         sums[weight] = sums.get(weight, 0) | worker.mask
     return list(sums.items())
@@ -347,20 +347,20 @@ FAR = 0.1  # a bound is too loose if the drawn rank's weight is below this fract
 _STEP = 1.0  # from piece to piece of a divided part, the bound falls by this exponent
 _LEFT = 0.01  # a part with less than this share of the other parts' mass is not divided
 _FEW_RANKS = 6  # up to this many ranks, compute each cost: walking the order of loads costs more
-_WHOLE = 0  # place of a part that was never divided
-_DIVIDED = -1  # place of a part that need not be divided further
+_WHOLE = 0  # start of a part that was never divided
+_DIVIDED = -1  # start of a part that need not be divided further
 
 
 class DrawPart:
     """Some ranks of a cell. Each rank's weight in the random draw is at most `bound`."""
 
-    __slots__ = ("bound", "cell", "mass", "place", "ranks")
+    __slots__ = ("bound", "cell", "mass", "ranks", "start")
 
-    def __init__(self, cell: Cell, ranks: int, bound: float, place: int) -> None:
+    def __init__(self, cell: Cell, ranks: int, bound: float, start: int) -> None:
         self.cell = cell
         self.ranks = ranks
         self.bound = bound
-        self.place = place  # where the ranks start in the order of loads, or _WHOLE or _DIVIDED
+        self.start = start  # where the ranks start in the order of loads, or _WHOLE or _DIVIDED
         self.mass = ranks.bit_count() * bound
 
 
@@ -409,7 +409,7 @@ class DrawBounds:
             weight = self._weight(cost)
             if rng.random() * bound < weight:
                 return bit
-            if weight < FAR * bound and part.place != _DIVIDED:
+            if weight < FAR * bound and part.start != _DIVIDED:
                 number = parts.index(part)
                 parts[number : number + 1] = self._divided(part, total - part.mass)
                 total = sum([part.mass for part in parts])
@@ -442,28 +442,28 @@ class DrawBounds:
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
         """Split off ranges of loads, or single loads if a load's sort key does not determine the
         cost. Stops when the mass (ranks * bound) left is at most `enough` + the mass split off."""
-        cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
+        cell, pricing, ranks, start = part.cell, self._pricing, part.ranks, part.start
         order = self._order
         loads = order.loads
         is_tight = pricing.is_tight(cell)
         step = _STEP * self._temperature * self._spread / cell.factor
         found: list[DrawPart] = []
         while ranks:
-            bucket = loads[place]
+            bucket = loads[start]
             here = bucket.ranks & ranks
-            place += 1
+            start += 1
             if not here:
                 continue
             bound = self._bound(cell, pricing.slope * bucket.key)
             if ranks.bit_count() * bound <= enough:
-                found.append(DrawPart(cell, ranks, bound, place - 1))
+                found.append(DrawPart(cell, ranks, bound, start - 1))
                 break
             if is_tight:
-                end = order.place_of(bucket.key + step, place)
-                for other in loads[place:end]:
+                end = order.position_of(bucket.key + step, start)
+                for other in loads[start:end]:
                     here |= other.ranks
                 here &= ranks
-                place = end
+                start = end
             else:
                 bound = self._weight(pricing.cost(cell, bucket.tokens, bucket.standing))
             found.append(DrawPart(cell, here, bound, _DIVIDED))

@@ -34,7 +34,7 @@ from lean_selector.core.selection.shapes import PinnedWorker, Placement, Selecti
 
 # What restricts a request to some ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
-Place = tuple[int, float, int]  # position in the queue; unique
+QueuePosition = tuple[int, float, int]  # position in the queue; unique
 AGING_TOKENS_PER_S = 4_000.0  # per second of waiting
 
 # requests that one event admits per turn of the loop; takes a millisecond, answers included
@@ -76,7 +76,7 @@ class Waiting:
         self.request = request
         self.arrived_at = arrived_at
         self.line = line
-        self.key: Place = (-request.strict_priority, -score, serial)
+        self.key: QueuePosition = (-request.strict_priority, -score, serial)
         self.on_answer: Callable[[Placement | Exception], None] = _nobody
         self.has_client: Callable[[], bool] = _yes  # asked before the request is placed
         self.answer: Placement | Exception | None = None
@@ -114,7 +114,7 @@ def _yes() -> bool:
     return True
 
 
-_place = attrgetter("key")
+_position = attrgetter("key")
 
 
 class Line:
@@ -226,7 +226,7 @@ class Queue:
 
     def in_order(self) -> list[Waiting]:
         """Return the queued requests in order, as a new list."""
-        return sorted((item for line in self._lines.values() for item in line.items), key=_place)
+        return sorted((item for line in self._lines.values() for item in line.items), key=_position)
 
     # -- entering and leaving ----------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Queue:
         self.serial += 1
         score = self._score(request.priority_jump, now, uncached_tokens)
         waiting = Waiting(self, request, now, self.serial, score, line)
-        bisect.insort(line.items, waiting, key=_place)
+        bisect.insort(line.items, waiting, key=_position)
         self._size += 1
         self.isl_tokens += request.prompt.isl_tokens
         if rules.claimed is not None and request.books:
@@ -288,7 +288,7 @@ class Queue:
         line = waiting.line
         if self._lines.get(line.ties) is not line:
             return False
-        at = bisect.bisect_left(line.items, waiting.key, key=_place)
+        at = bisect.bisect_left(line.items, waiting.key, key=_position)
         if at == len(line.items) or line.items[at] is not waiting:
             return False
         del line.items[at]
@@ -379,8 +379,8 @@ class Queue:
         """Admit queued requests that can use ranks that came free, at most `most`. Return how many
         of `most` are left. Return early if more ranks come free; the caller then calls again."""
         came_free, room.came_free = room.came_free, 0
-        open_lines: list[tuple[Place, Line]] = []
-        blocked: Place | None = None  # the first request that cannot leave
+        open_lines: list[tuple[QueuePosition, Line]] = []
+        blocked: QueuePosition | None = None  # the first request that cannot leave
         try:
             for line in self._lines.values():
                 head = line.items[0].key

@@ -58,11 +58,11 @@ class DeviceTierMachine(RuleBasedStateMachine):
         rank = self.ranks.get(key)
         if rank is None:
             rank = self.ranks[key] = self.tier.ranks.admit(key)
-        place = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
+        address = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
         paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
         names = [name_of(seed, path) for path in paths]
         local = pack(prompt[start : start + blocks])
-        self.tier.store(rank, place, pack(names), local)
+        self.tier.store(rank, address, pack(names), local)
         for path, name in zip(paths, names, strict=True):
             self.held[key].setdefault(path, name)
 
@@ -90,8 +90,8 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def drop_a_place(self, key: RankKey, data: st.DataObject) -> None:
         if key in self.ranks:
             rank, path = self.ranks[key], data.draw(st.sampled_from(sorted(self.held[key])))
-            place = rank.names.find(self.held[key].pop(path))
-            strand, position = place >> POSITION_BITS, place & POSITION_MASK
+            address = rank.names.find(self.held[key].pop(path))
+            strand, position = address >> POSITION_BITS, address & POSITION_MASK
             assert self.tier.held_in(rank, strand) >> position & 1
             self.tier.drop(rank, strand, 1 << position)
             self.release_if_empty(key)
@@ -158,9 +158,9 @@ class DeviceTierMachine(RuleBasedStateMachine):
             rows = sum(self.tier.held_in(rank, strand).bit_count() for strand in rank.names.rows)
             assert rows == rank.blocks
             for path, name in self.held[key].items():
-                place = rank.names.find(name)
-                assert rank.names.name_at(place) == pack([name])
-                run, at = self.tier.trie.resolve(place)
+                address = rank.names.find(name)
+                assert rank.names.name_at(address) == pack([name])
+                run, at = self.tier.trie.resolve(address)
                 assert run.held_by(rank.bit) >> at & 1
                 assert run.label[at << 3 : (at + 1) << 3] == pack(path[-1:])
 

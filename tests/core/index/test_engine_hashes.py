@@ -36,7 +36,7 @@ class Names(RuleBasedStateMachine):
         self.patched.setattr(hashes_in_dicts, "_FRONT_BLOCKS", self.front_blocks)
         self.hashes = self.none_yet()
         self.held: dict[int, int] = {}
-        self.places: dict[int, list[int]] = {}
+        self.addresses: dict[int, list[int]] = {}
         self.second: dict[int, int] = {}  # a further name -> its place, oldest first
         self.copies: Counter[int] = Counter()
         self.ends: dict[int, int] = {}  # strand -> positions that were ever named, less what is cut
@@ -45,30 +45,30 @@ class Names(RuleBasedStateMachine):
         if hasattr(self, "patched"):
             self.patched.undo()
 
-    def place_of(self, name: int) -> int:
+    def address_of(self, name: int) -> int:
         if name in self.second:
             return self.second[name]
-        return self.places[name][-1] if self.places.get(name) else NOWHERE
+        return self.addresses[name][-1] if self.addresses.get(name) else NOWHERE
 
-    def name(self, place: int, given: list[int]) -> None:
-        self.hashes.add(place, pack(given))
+    def name(self, address: int, given: list[int]) -> None:
+        self.hashes.add(address, pack(given))
         for at, name in enumerate(given):
             self.forget_second(name)
-            self.held[place + at] = name
-            self.places.setdefault(name, []).append(place + at)
+            self.held[address + at] = name
+            self.addresses.setdefault(name, []).append(address + at)
 
     def forget_second(self, name: int) -> None:
         if self.second.pop(name, None) is not None:
             del self.copies[name]
 
-    def others(self, place: int) -> list[int]:
-        return [other for other, at in self.second.items() if at == place]
+    def others(self, address: int) -> list[int]:
+        return [other for other, at in self.second.items() if at == address]
 
-    def forget(self, place: int) -> None:
-        name = self.held.pop(place)
-        self.places[name].remove(place)
-        for gone in (name, *self.others(place)):
-            if self.second.get(gone) == place:
+    def forget(self, address: int) -> None:
+        name = self.held.pop(address)
+        self.addresses[name].remove(address)
+        for gone in (name, *self.others(address)):
+            if self.second.get(gone) == address:
                 del self.second[gone]
             del self.copies[gone]
 
@@ -80,29 +80,29 @@ class Names(RuleBasedStateMachine):
 
     def holes(self) -> Iterator[int]:
         for strand, end in self.ends.items():
-            for place in range(strand << POSITION_BITS, strand << POSITION_BITS | end):
-                if place not in self.held:
-                    yield place
+            for address in range(strand << POSITION_BITS, strand << POSITION_BITS | end):
+                if address not in self.held:
+                    yield address
 
     @precondition(lambda self: any(self.holes()))
     @rule(data=st.data(), given=st.lists(names, min_size=1, max_size=4, unique=True))
     def a_hole_is_filled(self, data: st.DataObject, given: list[int]) -> None:
-        place = data.draw(st.sampled_from(list(self.holes())))
+        address = data.draw(st.sampled_from(list(self.holes())))
         free = set(self.holes())
         fitting = 0
-        while fitting < len(given) and place + fitting in free:
+        while fitting < len(given) and address + fitting in free:
             fitting += 1
-        self.name(place, given[:fitting])
+        self.name(address, given[:fitting])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), name=names)
     def a_block_gets_a_second_name(self, data: st.DataObject, name: int) -> None:
-        place = data.draw(st.sampled_from(sorted(self.held)))
-        if self.held[place] == name:
+        address = data.draw(st.sampled_from(sorted(self.held)))
+        if self.held[address] == name:
             return  # it has that one
-        self.hashes.alias(place, name)
+        self.hashes.alias(address, name)
         self.forget_second(name)
-        self.second[name] = place
+        self.second[name] = address
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -115,34 +115,36 @@ class Names(RuleBasedStateMachine):
     def names_are_removed(self, given: list[int]) -> None:
         gone: dict[int, int] = {}
         for name in given:
-            place = self.place_of(name)
+            address = self.address_of(name)
             if self.copies[name]:
                 self.copies[name] -= 1
             elif name in self.second:
                 del self.second[name]
-            elif place != NOWHERE and (others := self.others(place)):
-                self.places[name].remove(place)
+            elif address != NOWHERE and (others := self.others(address)):
+                self.addresses[name].remove(address)
                 del self.second[others[0]]
-                self.held[place] = others[0]
-                self.places.setdefault(others[0], []).append(place)
-            elif place != NOWHERE:
-                self.forget(place)
-                strand = place >> POSITION_BITS
-                gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+                self.held[address] = others[0]
+                self.addresses.setdefault(others[0], []).append(address)
+            elif address != NOWHERE:
+                self.forget(address)
+                strand = address >> POSITION_BITS
+                gone[strand] = gone.get(strand, 0) | 1 << (address & POSITION_MASK)
         assert self.hashes.take(pack(given)) == gone
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def a_block_is_dropped(self, data: st.DataObject) -> None:
-        place = data.draw(st.sampled_from(sorted(self.held)))
-        self.hashes.discard(place)
-        self.forget(place)
+        address = data.draw(st.sampled_from(sorted(self.held)))
+        self.hashes.discard(address)
+        self.forget(address)
 
     @rule(strand=strands)
     def the_end_of_a_row_is_given_back(self, strand: int) -> None:
         if strand in self.ends:
             held = [
-                place & POSITION_MASK for place in self.held if place >> POSITION_BITS == strand
+                address & POSITION_MASK
+                for address in self.held
+                if address >> POSITION_BITS == strand
             ]
             end = max(held, default=-1) + 1
             self.hashes.cut_row(strand, end)
@@ -154,7 +156,7 @@ class Names(RuleBasedStateMachine):
     def every_name_leads_to_its_newest_block(self) -> None:
         if hasattr(self, "hashes"):
             found = {name: self.hashes.find(name) for name in NAMES}
-            assert found == {name: self.place_of(name) for name in NAMES}
+            assert found == {name: self.address_of(name) for name in NAMES}
 
     @invariant()
     def what_is_rare_is_counted(self) -> None:
@@ -165,8 +167,8 @@ class Names(RuleBasedStateMachine):
     @invariant()
     def every_block_tells_its_first_name(self) -> None:
         if hasattr(self, "hashes"):
-            for place, name in self.held.items():
-                assert self.hashes.name_at(place) == name.to_bytes(8, "little")
+            for address, name in self.held.items():
+                assert self.hashes.name_at(address) == name.to_bytes(8, "little")
 
     @invariant()
     def rows_end_where_the_last_name_is(self) -> None:
@@ -175,9 +177,9 @@ class Names(RuleBasedStateMachine):
         assert self.hashes.has_unnamed() is (0 in self.held.values())
         for strand in range(4):
             ends = [
-                (place & POSITION_MASK) + 1
-                for place, name in self.held.items()
-                if place >> POSITION_BITS == strand and name
+                (address & POSITION_MASK) + 1
+                for address, name in self.held.items()
+                if address >> POSITION_BITS == strand and name
             ]
             assert self.hashes.named_end(strand) == max(ends, default=0)
 
@@ -247,18 +249,18 @@ def test_names_that_stand_once_are_removed_in_any_order(
     for removed in removals:
         gone: dict[int, int] = {}
         for name in removed:
-            if (place := left.pop(name, NOWHERE)) != NOWHERE:
-                strand = place >> POSITION_BITS
-                gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
+            if (address := left.pop(name, NOWHERE)) != NOWHERE:
+                strand = address >> POSITION_BITS
+                gone[strand] = gone.get(strand, 0) | 1 << (address & POSITION_MASK)
         assert hashes.take(pack(removed)) == gone
         assert {name: hashes.find(name) for name in PLACES if name in left} == left
         assert all(hashes.find(name) == NOWHERE for name in PLACES if name not in left)
-        assert {place: hashes.name_at(place) for place in left.values()} == {
-            place: pack([name]) for name, place in left.items()
+        assert {address: hashes.name_at(address) for address in left.values()} == {
+            address: pack([name]) for name, address in left.items()
         }
         for first in ROWS:
             strand = first >> POSITION_BITS
-            there = [place for place in left.values() if place >> POSITION_BITS == strand]
+            there = [address for address in left.values() if address >> POSITION_BITS == strand]
             assert hashes.named_end(strand) == max(there, default=first - 1) + 1 - first
 
 

@@ -86,7 +86,7 @@ class LoadOrderMachine(RuleBasedStateMachine):
         for sought in (key, *keys):
             first = int(share * len(keys))
             expected = (at for at in range(first, len(keys)) if keys[at] >= sought)
-            assert self.order.place_of(sought, first) == next(expected, len(keys))
+            assert self.order.position_of(sought, first) == next(expected, len(keys))
 
     @rule(among=st.sets(st.integers(0, RANKS - 1)))
     def ask_for_the_fewest_tokens(self, among: set[int]) -> None:
