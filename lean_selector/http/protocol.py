@@ -44,7 +44,7 @@ _SMALL_READ_BYTES = 16 * 1024
 # disconnect goes unnoticed until the queued request is answered. Few clients pipeline, and those
 # that do send only a few requests.
 _MAX_WAITING_BYTES = 64 * 1024
-_MAX_PARKED_BYTES = 1024 * 1024
+_MAX_PENDING_BYTES = 1024 * 1024
 _REQUEST_BYTES = 512  # memory that a request takes besides its text
 
 # Bytes that a client may still send after its last answer. Closing a socket with unread input makes
@@ -55,7 +55,7 @@ _MAX_LINGER_BYTES = 64 * 1024 * 1024
 _MIN_BODY_BYTES_PER_S = 16 * 1024
 
 # Why queued requests are not handled now: bits of HttpProtocol._holds.
-_PARKED: Final = 1
+_PENDING: Final = 1
 _WRITE_PAUSED: Final = 2
 _SCHEDULED: Final = 4
 _ANSWERED_LAST: Final = 8
@@ -76,9 +76,9 @@ class HttpProtocol(asyncio.Protocol):
         "_got_eof",
         "_holds",
         "_linger_bytes",
-        "_parked",
-        "_parked_bytes",
-        "_parked_request",
+        "_pending",
+        "_pending_bytes",
+        "_pending_request",
         "_queue",
         "_reader",
         "_reading_paused",
@@ -109,9 +109,9 @@ class HttpProtocol(asyncio.Protocol):
         # Requests that are not handled yet (of one `feed` at most), and the request with a pending
         # answer. While input is queued here or in the reader, a hold is set.
         self._queue: deque[Request] = deque()
-        self._parked: PendingReply | None = None
-        self._parked_request: Request | None = None
-        self._parked_bytes = 0  # memory of the parked request
+        self._pending: PendingReply | None = None
+        self._pending_request: Request | None = None
+        self._pending_bytes = 0  # memory of the pending request
 
     # called by the transport
 
@@ -138,7 +138,7 @@ class HttpProtocol(asyncio.Protocol):
                 reply = self._answer(requests[0])
                 if reply is not None:
                     self.transport.write(reply)
-                if self._holds & ~_PARKED or reader.notice or self._got_eof:
+                if self._holds & ~_PENDING or reader.notice or self._got_eof:
                     self.settle()
             else:
                 self._queue.extend(requests)
@@ -158,12 +158,12 @@ class HttpProtocol(asyncio.Protocol):
         """The client will send nothing more. Return True to keep the transport open for writing, if
         answers are still to be sent."""
         self._got_eof = True
-        parked = self._parked
-        if parked is not None and not parked.is_being_made:
+        pending = self._pending
+        if pending is not None and not pending.is_being_made:
             self._hang_up()  # D11: a client that half-closes has probably given up on this answer
             self._holds |= _ENDED
             return False
-        return self._has_more or parked is not None
+        return self._has_more or pending is not None
 
     def pause_writing(self) -> None:
         self._holds |= _WRITE_PAUSED
@@ -226,10 +226,10 @@ class HttpProtocol(asyncio.Protocol):
             return
         if self._holds & _ANSWERED_LAST:
             self._end(lingers=reader.has_unread_input or self._connections.is_draining)
-        elif self._got_eof and self._parked is not None and not self._parked.is_being_made:
+        elif self._got_eof and self._pending is not None and not self._pending.is_being_made:
             self._hang_up()
             self._end(lingers=False)
-        elif self._has_more or self._parked is not None:
+        elif self._has_more or self._pending is not None:
             return
         elif reader.error is not None:
             self._refuse(reader.error)
@@ -285,7 +285,7 @@ class HttpProtocol(asyncio.Protocol):
         reply: Response
         if isinstance(answer, PendingReply):
             if answer.response is None:
-                self._park(answer, request)
+                self._add_pending(answer, request)
                 return None
             reply = answer.response
         else:
@@ -317,25 +317,25 @@ class HttpProtocol(asyncio.Protocol):
         )
         return is_last or not request.keep_alive
 
-    def _park(self, reply: PendingReply, request: Request) -> None:
+    def _add_pending(self, reply: PendingReply, request: Request) -> None:
         # Keep only the fields still needed; the app has read the body.
         headers = _HTTP10 if request.headers.is_http10 else _HTTP11
-        parked = Request(request.method, b"", None, b"", headers)
-        parked.keep_alive = request.keep_alive
-        self._parked, self._parked_request = reply, parked
-        self._parked_bytes = reply.held_bytes
-        self._holds |= _PARKED  # `data_received` then updates reading
-        reply.park(self._finish_parked, self._has_client)
+        pending = Request(request.method, b"", None, b"", headers)
+        pending.keep_alive = request.keep_alive
+        self._pending, self._pending_request = reply, pending
+        self._pending_bytes = reply.held_bytes
+        self._holds |= _PENDING  # `data_received` then updates reading
+        reply.deliver_to(self._finish_pending, self._has_client)
 
-    def _finish_parked(self, response: Response) -> None:
+    def _finish_pending(self, response: Response) -> None:
         """Write the answer that was pending, and schedule the queued requests for a later turn of
         the event loop."""
-        request = self._parked_request
+        request = self._pending_request
         assert request is not None
-        self._unpark()
+        self._drop_pending()
         if not self.transport.is_closing():
             self.transport.write(self._framed(request, response))
-            self._after_parked()
+            self._after_pending()
 
     def _has_client(self) -> bool:
         if self.transport.is_closing():
@@ -345,13 +345,13 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
         return not has_ended
 
-    def _unpark(self) -> None:
-        self._parked = self._parked_request = None
-        self._parked_bytes = 0
-        self._holds &= ~_PARKED
+    def _drop_pending(self) -> None:
+        self._pending = self._pending_request = None
+        self._pending_bytes = 0
+        self._holds &= ~_PENDING
         self.since = self._connections.now
 
-    def _after_parked(self) -> None:
+    def _after_pending(self) -> None:
         if self._has_more:
             self._schedule()
         self.settle()
@@ -361,12 +361,12 @@ class HttpProtocol(asyncio.Protocol):
         """Drop pending and queued requests, because the client will not read the answers."""
         self._queue.clear()
         self._reader.drop()
-        parked = self._parked
-        if parked is not None:
-            self._parked = self._parked_request = None
-            self._parked_bytes = 0
+        pending = self._pending
+        if pending is not None:
+            self._pending = self._pending_request = None
+            self._pending_bytes = 0
             try:
-                parked.hang_up()
+                pending.hang_up()
             except Exception:
                 log.exception("on_disconnect failed")
 
@@ -391,18 +391,18 @@ class HttpProtocol(asyncio.Protocol):
 
     def _update_reading(self) -> None:
         """Pause reading if the client reads no answers, or too much of its input is unread."""
-        holds, reader, parked_bytes = self._holds, self._reader, self._parked_bytes
+        holds, reader, pending_bytes = self._holds, self._reader, self._pending_bytes
         queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
         if not (
-            (queued_bytes or parked_bytes or self.held_bytes or reader.waiting)
+            (queued_bytes or pending_bytes or self.held_bytes or reader.waiting)
             or (reader.is_unfinished or holds & _WRITE_PAUSED or self._reading_paused)
         ):
             return  # nothing is held
-        most = _MAX_PARKED_BYTES if holds & _PARKED else _MAX_WAITING_BYTES
+        most = _MAX_PENDING_BYTES if holds & _PENDING else _MAX_WAITING_BYTES
         pause = not holds & _ENDED and bool(
             holds & _WRITE_PAUSED or queued_bytes + len(reader.waiting) > most
         )
-        held = reader.held_bytes + queued_bytes + parked_bytes
+        held = reader.held_bytes + queued_bytes + pending_bytes
         self._connections.held_bytes += held - self.held_bytes
         self.held_bytes = held
         if pause != self._reading_paused and not self.transport.is_closing():

@@ -172,7 +172,7 @@ class PendingReply:
         if send is not None:
             send(response)
 
-    def park(self, send: Callable[[Response], None], has_client: Callable[[], bool]) -> None:
+    def deliver_to(self, send: Callable[[Response], None], has_client: Callable[[], bool]) -> None:
         """For the protocol: set the function that sends the response, and the one that tells
         whether the client still waits for it."""
         self._send = send

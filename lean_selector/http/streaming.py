@@ -52,7 +52,7 @@ class StreamedReply(PendingReply):
     def begin(self, *, closes: bool = False) -> bytes:
         """Begin the answer. Return the `connection` header line for the head, or b"".
         Set `closes` if only the end of the connection marks the end of the answer."""
-        assert self._protocol is not None, "the request is not parked yet"
+        assert self._protocol is not None, "the request is not handled yet"
         self.begun = True
         line = self._protocol.connection_line()
         self._closes = closes or line == CLOSE_LINE
@@ -113,30 +113,30 @@ class StreamingProtocol(HttpProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if isinstance(self._parked, StreamedReply):
-            self._parked.pause()
+        if isinstance(self._pending, StreamedReply):
+            self._pending.pause()
 
     def resume_writing(self) -> None:
-        parked = self._parked
+        pending = self._pending
         super().resume_writing()
-        if parked is not None and parked is self._parked and isinstance(parked, StreamedReply):
-            parked.resume()
+        if pending is not None and pending is self._pending and isinstance(pending, StreamedReply):
+            pending.resume()
 
     def turn_away(self, reason: str) -> None:
-        parked = self._parked
-        if isinstance(parked, StreamedReply) and parked.begun:
+        pending = self._pending
+        if isinstance(pending, StreamedReply) and pending.begun:
             self.transport.abort()  # no error can be sent in the middle of an answer
         else:
             super().turn_away(reason)
 
-    def _park(self, reply: PendingReply, request: Request) -> None:
-        super()._park(reply, request)
+    def _add_pending(self, reply: PendingReply, request: Request) -> None:
+        super()._add_pending(reply, request)
         if isinstance(reply, StreamedReply):
             reply.attach(self)
 
     def connection_line(self) -> bytes:
         """Return the `connection` header line for a streamed answer, or b"" if none is needed."""
-        request = self._parked_request
+        request = self._pending_request
         assert request is not None
         if self._is_last(request):
             return CLOSE_LINE
@@ -144,15 +144,15 @@ class StreamingProtocol(HttpProtocol):
 
     def finish(self, closes: bool) -> None:
         """End a streamed answer normally. If `closes` is True, also close the connection."""
-        self._unpark()
+        self._drop_pending()
         if not self.transport.is_closing():
             if closes:
                 self._holds |= _ANSWERED_LAST
-            self._after_parked()
+            self._after_pending()
 
     def break_off(self, resets: bool) -> None:
         """End a streamed answer early. `resets`: reset the connection instead of closing it."""
-        self._unpark()
+        self._drop_pending()
         if resets:
             self.transport.abort()
         elif not self.transport.is_closing():

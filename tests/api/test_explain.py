@@ -132,7 +132,7 @@ def test_who_was_no_candidate_is_told_why(
     assert why["drawn"] == "only_candidate"
 
 
-def test_a_parked_request_is_explained_when_it_goes() -> None:
+def test_a_waiting_request_is_explained_when_it_goes() -> None:
     service = selector(queue_threshold=0.5)
     service.add_worker(1, max_num_batched_tokens=64)
     assert service.post("/select_and_reserve", prompt(reservation_id="first"))[0] == 200

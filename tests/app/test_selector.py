@@ -123,7 +123,7 @@ def test_what_is_in_flight_is_answered_and_readiness_is_gone() -> None:
         assert service.stop()[0] == 0
 
 
-def test_parked_requests_are_told_that_the_service_stops() -> None:
+def test_waiting_requests_are_told_that_the_service_stops() -> None:
     flags = ("--drain-secs", "3600", "--queue-threshold", "1")
     with RunningService(*flags, env=NO_EVENTS) as service:
         service.add_worker(max_num_batched_tokens=1)

@@ -323,7 +323,7 @@ def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> GatewayH
 
 
 @on_loop
-async def test_a_parked_request_hears_that_its_worker_speaks_no_http_and_others_go_on() -> None:
+async def test_a_waiting_request_hears_that_its_worker_speaks_no_http_and_others_go_on() -> None:
     door = crowded("grpc://w:1")
     prompt = Prompt(40, b"12345678", 1, b"87654321", b"87654321")
     spec = ReservationSpec("first", 7, 0, None, True, 40, None, None)
@@ -359,7 +359,7 @@ async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
 
 
 @on_loop
-async def test_a_parked_request_is_answered_when_there_is_room() -> None:
+async def test_a_waiting_request_is_answered_when_there_is_room() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     door.prompts.why_not = MEDIA
@@ -376,7 +376,7 @@ async def test_a_parked_request_is_answered_when_there_is_room() -> None:
 
 
 @on_loop
-async def test_a_parked_request_whose_end_is_told_or_that_is_left_keeps_no_booking() -> None:
+async def test_a_waiting_request_whose_end_is_told_or_that_is_left_keeps_no_booking() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     ended, left = (door.begin(x_reservation_id=each) for each in ("ended", "left"))
@@ -390,7 +390,7 @@ async def test_a_parked_request_whose_end_is_told_or_that_is_left_keeps_no_booki
 
 
 @on_loop
-async def test_what_is_parked_at_the_stop_is_told_so() -> None:
+async def test_what_is_queued_at_the_stop_is_told_so() -> None:
     door = crowded()
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     pending = door.begin()

@@ -187,7 +187,7 @@ def test_a_reply_resolved_at_once_needs_no_parking(client: Client) -> None:
     )
 
 
-def test_requests_behind_a_parked_one_wait_their_turn(client: Client) -> None:
+def test_requests_behind_a_waiting_one_wait_their_turn(client: Client) -> None:
     assert client.send(GET + PARK + PARK + GET) == ok(b"/a")
     assert client.send(b"GET /b HTTP/1.1\r\nhost: x\r\n\r\n") == b""
     client.parked[0].resolve(ok(b"/1"))
@@ -259,7 +259,7 @@ def test_a_connection_closes_with_an_answer_that_says_so(
     assert client.state == ("closed" if line == b"close" else "open")
 
 
-def test_a_parked_request_may_be_the_last(client: Client) -> None:
+def test_a_waiting_request_may_be_the_last(client: Client) -> None:
     client.send(b"GET /park HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     client.parked[0].resolve(ok(b"/park"))
     assert client.transport.take() == closing(ok(b"/park"))
@@ -288,7 +288,7 @@ def test_good_requests_before_a_bad_one_are_answered_first(client: Client) -> No
     )
 
 
-def test_an_error_waits_behind_a_parked_request(client: Client) -> None:
+def test_an_error_waits_behind_a_waiting_request(client: Client) -> None:
     assert client.send(PARK + b"nonsense\r\n\r\n") == b""
     client.parked[0].resolve(ok(b"/park"))
     assert client.transport.take().startswith(ok(b"/park") + b"HTTP/1.1 400 ")
@@ -361,7 +361,7 @@ def test_100_continue_comes_after_the_answers_before_it(client: Client) -> None:
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_a_hang_up_while_parked_is_told_once_if_it_is_to_be_heard(
+def test_a_hang_up_while_waiting_is_told_once_if_it_is_to_be_heard(
     client: Client, is_heard: bool
 ) -> None:
     client.send(PARK + GET)
@@ -423,7 +423,7 @@ def test_an_answer_for_a_connection_that_is_closing_is_dropped(client: Client) -
 
 
 @pytest.mark.parametrize(("behind", "answer", "hang_ups"), [(GET, ok(b"/a"), 0), (PARK, b"", 1)])
-def test_a_half_closed_client_gets_the_answers_it_waits_for_and_cannot_be_parked(
+def test_a_half_closed_client_gets_the_answers_it_waits_for_and_cannot_wait(
     client: Client, behind: bytes, answer: bytes, hang_ups: int
 ) -> None:
     client.send(GET * 64 + behind)
@@ -467,7 +467,7 @@ def test_a_client_that_does_not_read_is_not_served(client: Client) -> None:
     assert client.is_read()
 
 
-def test_writing_that_pauses_and_resumes_while_parked(client: Client) -> None:
+def test_writing_that_pauses_and_resumes_while_waiting(client: Client) -> None:
     client.send(PARK)
     client.protocol.pause_writing()
     assert not client.is_read()
@@ -477,7 +477,7 @@ def test_writing_that_pauses_and_resumes_while_parked(client: Client) -> None:
     assert client.transport.take() == ok(b"/park")
 
 
-def test_what_waits_behind_a_parked_request_is_bounded(client: Client) -> None:
+def test_what_waits_behind_a_waiting_request_is_bounded(client: Client) -> None:
     client.send(PARK)
     for _ in range(3):
         assert client.is_read()
@@ -613,7 +613,7 @@ def test_an_unfinished_request_gets_408(
     assert client.state == "half closed"
 
 
-def test_a_parked_request_may_wait_as_long_as_the_app_likes(client: Client) -> None:
+def test_a_waiting_request_may_wait_as_long_as_the_app_likes(client: Client) -> None:
     client.send(PARK + b"GET /unfin")
     client.connections.sweep(1e6)
     assert client.state == "open"
@@ -808,7 +808,7 @@ def test_room_is_made_for_many_at_once() -> None:
     assert connections.held_bytes == 7_000
 
 
-def test_what_waits_behind_a_parked_request_makes_room_too() -> None:
+def test_what_waits_behind_a_waiting_request_makes_room_too() -> None:
     connections = Connections(lambda callback: None, max_held_bytes=10_000)
     waiting, other = (Client(connections=connections) for _ in range(2))
     waiting.send(PARK + post(b"x" * 8000))
@@ -821,7 +821,7 @@ def test_what_waits_behind_a_parked_request_makes_room_too() -> None:
     assert waiting.transport.take() == b""
 
 
-def test_what_the_app_keeps_of_a_parked_request_is_counted(client: Client) -> None:
+def test_what_the_app_keeps_of_a_waiting_request_is_counted(client: Client) -> None:
     def app(request: Request) -> PendingReply:
         reply = PendingReply()
         reply.held_bytes = 5000
@@ -839,7 +839,7 @@ def test_what_the_app_keeps_of_a_parked_request_is_counted(client: Client) -> No
     assert client.connections.held_bytes == 0
 
 
-def test_the_body_of_a_parked_request_is_not_kept(client: Client) -> None:
+def test_the_body_of_a_waiting_request_is_not_kept(client: Client) -> None:
     client.send(post(b"x" * 100_000, path=b"/park"))
     assert client.connections.held_bytes == 0
     body = client.handled.pop().body

@@ -91,7 +91,7 @@ async def test_a_client_that_is_still_sending_can_read_why_it_was_refused(opened
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 @on_tcp
-async def test_a_hang_up_while_parked_is_noticed(server: Server, how: str) -> None:
+async def test_a_hang_up_while_waiting_is_noticed(server: Server, how: str) -> None:
     _, writer = await server.connect()
     writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
     parked = await server.parked.get()

@@ -51,7 +51,7 @@ def failures(server: Server) -> dict[str, int]:
 
 @pytest.mark.parametrize("how", ["close", "reset", "farewell", "end without farewell"])
 @on_tls
-async def test_a_hang_up_while_parked_is_noticed(server: Server, how: str) -> None:
+async def test_a_hang_up_while_waiting_is_noticed(server: Server, how: str) -> None:
     client = await client_of(server)
     await client.shake_hands()
     client.writer.write(client.sealed(PARK + GET))

@@ -58,7 +58,7 @@ def test_a_pin_outside_the_allowed_workers_is_refused_before_the_queue(
     assert queueing.pending() == (0, 0)
 
 
-def test_a_bad_hash_is_refused_before_the_request_is_parked(queueing: DrivenSelector) -> None:
+def test_a_bad_hash_is_refused_before_the_request_is_queued(queueing: DrivenSelector) -> None:
     def bad() -> bytes:
         raise ValueError("out of range")
 
@@ -80,7 +80,7 @@ def test_pending_tokens_are_printed_saturated(queueing: DrivenSelector) -> None:
 # -- leaving the queue -----------------------------------------------------------------------------
 
 
-def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
+def test_a_peers_event_frees_capacity_for_those_waiting(queueing: DrivenSelector) -> None:
     fill(queueing, 1, 2)
     queueing.book("r")
     queueing.partition.slots.free("fill1", queueing.now)
@@ -226,7 +226,7 @@ def test_an_answer_may_free_what_the_next_one_takes(queueing: DrivenSelector) ->
     assert queueing.pending() == (0, 0)
 
 
-def test_a_stop_answers_all_parked_and_refuses_to_park_more(queueing: DrivenSelector) -> None:
+def test_a_stop_answers_all_waiting_and_lets_no_more_wait(queueing: DrivenSelector) -> None:
     fill(queueing, 1, 2)
     queueing.book("r")
     queueing.selector.refuse_waiting(Unavailable("stopping"))
