@@ -152,12 +152,20 @@ def dump_with_events(
 
 
 OPERATIONS = st.lists(OPERATION, min_size=1, max_size=30)
+HOST = Tier.HOST_PINNED
+HEAD = (1, 1, 1, 1), 0, 1, None, 0
+OF_GROUP_3 = ("store", *HEAD, Tier.DEVICE, (3, "full_attention"))
+SALTED = ("store", (1, 1, 1, 1), 0, 2, "s", 0, Tier.DEVICE, None)
+SALTED_CHILD = ("store", (1, 1, 1, 1), 2, 2, "s", 0, Tier.DEVICE, None)
 STORED_TWICE = ("store", (1, 1, 1, 1), 0, 2, None, 0, Tier.DEVICE, None)
 
 
 @settings(max_examples=300)
 @given(OPERATIONS, st.integers(0, 30), st.lists(st.integers(0, 2), min_size=1, max_size=4))
 @example([STORED_TWICE] * 4, 2, [1])
+@example([SALTED, SALTED_CHILD], 1, [0])
+@example([*[("store", *HEAD, HOST, None)] * 2, ("remove", *HEAD, HOST, None)], 2, [0])
+@example([OF_GROUP_3, ("remove", *HEAD, Tier.DEVICE, (3, None))], 1, [0])
 def test_a_recovered_rank_goes_on_as_its_peer_or_starts_over(
     operations: list[Operation], at: int, pauses: list[int]
 ) -> None:
