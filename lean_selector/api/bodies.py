@@ -19,11 +19,9 @@ from lean_selector.wire.body_text import (
     MOST_COSTLY_NUMBERS,
     has_costly_numbers,
     json_excess,
-    json_fault,
     long_binary_reader,
     long_json_reader,
     messagepack_excess,
-    messagepack_fault,
 )
 from lean_selector.wire.prompt_forms import binary_form, short_form
 from lean_selector.wire.selection_bodies import PromptFields
@@ -154,12 +152,8 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
 
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
-    """Converts a decoder's error: status 400 for a malformed body (D8), 422 for a wrong field."""
-    is_binary = names_msgpack(request.headers.content_type)
-    form = "MessagePack" if is_binary else "JSON"
-    fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
-    if fault:
-        return _not_parsed(form, fault)
+    """Converts a decoder's error about a wrong field to one with the status 422."""
+    form = "MessagePack" if names_msgpack(request.headers.content_type) else "JSON"
     return BadBody(422, f"Failed to deserialize the {form} body into the target type: {error}")
 
 

@@ -19,7 +19,7 @@ from lean_selector.api.replies import Answer, LaterReply, Reply, is_json, sent
 from lean_selector.core.errors import SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.streaming import StreamedReply
-from lean_selector.wire.selection_bodies import Ok, PromptFields
+from lean_selector.wire.selection_bodies import Ok
 
 Served = Answer | StreamedReply
 Run = Callable[[Request, bytes | None], Served]  # the second argument is the path parameter
@@ -82,13 +82,7 @@ class Route:
             if self.query:
                 return sent(self.status, self.handler(query_of(request, self.query)))
             return sent(self.status, self.handler())
-        body = read_body(request)
-        try:
-            return sent(self.status, self.handler(body))
-        except SelectorError:
-            if isinstance(body, PromptFields):
-                body.check_shape()  # a wrong shape is reported before other errors
-            raise
+        return sent(self.status, self.handler(read_body(request)))
 
     def _handled(self, parsed: object, request: Request) -> object:
         """Calls the handler with the optional body, or with None."""

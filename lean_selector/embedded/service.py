@@ -53,7 +53,7 @@ from lean_selector.wire.selection_16_bodies import (
     WorkerPatch16,
     WorkerRequest16,
 )
-from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
+from lean_selector.wire.selection_bodies import OutputBlockRequest
 
 # -- a selector on a loop, without HTTP ------------------------------------------------------------
 
@@ -575,13 +575,7 @@ def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
 def _called(handler: Handler, *arguments: object) -> object:
     """Calls the handler of a route. Raises the exceptions that SelectionService documents."""
     try:
-        try:
-            return handler(*arguments)
-        except SelectorError:
-            body = arguments[-1] if arguments else None
-            if isinstance(body, PromptFields):
-                body.check_shape()  # a wrong shape is reported before other errors
-            raise
+        return handler(*arguments)
     except SelectorError as error:
         raise refusal(error) from None
     except msgspec.ValidationError as error:

@@ -225,24 +225,6 @@ def _first_beyond(hashes: Sequence[int], top: int) -> int:
     return -1
 
 
-def f32(value: float) -> float:
-    """Round `value` to single precision; infinite if it is out of range."""
-    try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except OverflowError:
-        return float("inf") if value > 0 else float("-inf")
-
-
-def f32_shortest(value: float) -> float:
-    """Return the float with the fewest digits that equals `value` in single precision: 0.1, not
-    0.100000001."""
-    for digits in range(1, 9):
-        short = float(f"{value:.{digits}g}")
-        if f32(short) == value:
-            return short
-    return float(f"{value:.9g}")  # nine digits distinguish all values of single precision
-
-
 # -- lists of hashes in a body ---------------------------------------------------------------------
 
 ABSENT = Raw(b"")

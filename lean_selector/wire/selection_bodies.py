@@ -29,10 +29,7 @@ from lean_selector.wire.scalars import (
     allowed_workers,
     check_count,
     check_finite,
-    check_ignored,
     check_u64,
-    f32,
-    f32_shortest,
     group_of,
 )
 
@@ -92,14 +89,6 @@ class PromptFields(Scoped, kw_only=True):
     lora_name: str | None = None
     cache_salt: str | None = None
     is_eagle: bool | None = None
-
-    def check_shape(self) -> None:
-        """Raise msgspec.ValidationError for invalid hash lists and integers beyond 2**64 - 1.
-        Called after a handler raised SelectorError: an error found here is reported instead."""
-        check_ignored(self, "block_hashes")
-        check_ignored(self, "sequence_hashes")
-        if self.isl_tokens is not None:
-            check_u64("isl_tokens", self.isl_tokens)
 
 
 # -- sources of KV events (D22) --------------------------------------------------------------------
@@ -241,12 +230,9 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 check_u64(name, value)
-        if self.kv_transfer_preferred_weight is not None:
-            if not math.isfinite(self.kv_transfer_preferred_weight):
-                got = self.kv_transfer_preferred_weight
-                raise ValueError(f"kv_transfer_preferred_weight: expected a number, got {got}")
-            weight = f32(self.kv_transfer_preferred_weight)
-            self.kv_transfer_preferred_weight = f32_shortest(weight)
+        weight = self.kv_transfer_preferred_weight
+        if weight is not None and not math.isfinite(weight):
+            raise ValueError(f"kv_transfer_preferred_weight: expected a number, got {weight}")
 
     def by_rank(self, name: str) -> dict[int, str]:
         """Return a field that maps ranks to texts, with ranks as integers. Raises
@@ -331,7 +317,7 @@ class RoutingConstraints(msgspec.Struct):
     """The taints that a worker must or should have."""
 
     required_taints: list[str] = []
-    preferred_taints: dict[str, float] = {}  # single precision
+    preferred_taints: dict[str, float] = {}
 
     def required(self) -> frozenset[str]:
         """Return the required taints. Raises BadRequest for more taints than a worker can have."""
@@ -339,12 +325,12 @@ class RoutingConstraints(msgspec.Struct):
         return frozenset(self.required_taints)
 
     def weights(self) -> dict[str, float]:
-        """Return the weights of the preferred taints, in single precision. Raises BadRequest for
-        too many taints, and for a weight that is not finite."""
+        """Return the weights of the preferred taints. Raises BadRequest for too many taints, and
+        for a weight that is not finite."""
         check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
         for name, weight in self.preferred_taints.items():
             check_finite(f"routing_constraints.preferred_taints.{name}", weight)
-        return {name: f32(weight) for name, weight in self.preferred_taints.items()}
+        return self.preferred_taints
 
 
 class Pinned(msgspec.Struct):
@@ -398,10 +384,6 @@ class SelectFields(PromptFields, kw_only=True):
     pinned_worker: Pinned | None = None
     allowed_worker_ids: list[NonNegative] | None = None
     routing_constraints: RoutingConstraints | UnsetType = UNSET
-
-    def check_shape(self) -> None:
-        super().check_shape()
-        self.allowed()
 
     def session(self) -> str | None:
         """Return the session id. `session_context` takes precedence over `session_id`."""

@@ -151,16 +151,6 @@ def test_a_fault_of_ours_is_logged_and_told_without_its_words(
     assert "a secret" in str(record.exc_info)
 
 
-def test_a_wrong_shape_of_a_prompt_is_named_before_any_other_fault(handlers: Handlers) -> None:
-    gate = handlers.gate()
-    whole = b'{"isl_tokens":1,"block_hashes":[1],"sequence_hashes":[1]}'
-    assert answered(gate, request("POST", "/prompt", whole)) == (400, b'{"error":"no"}')
-    wrong = whole.replace(b"[1]", b'["x"]')
-    status, text = answered(gate, request("POST", "/prompt", wrong))
-    assert status == 422
-    assert b"block_hashes" in text
-
-
 def test_answers_are_counted_by_status_and_by_how_long_they_took(handlers: Handlers) -> None:
     gate = handlers.gate()
     for name in (b'"a"', b'"b"', b"3"):

@@ -1,12 +1,9 @@
 """Bodies judged as a whole: exactly as value by value, but without a step of Python for each."""
 
 import json
-import math
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lean_selector.api.bodies import LONG_BODY_BYTES, MSGPACK
 from lean_selector.wire.body_text import (
@@ -18,94 +15,18 @@ from lean_selector.wire.body_text import (
     MOST_VALUES,
     has_costly_numbers,
     json_excess,
-    json_fault,
     messagepack_excess,
-    messagepack_fault,
 )
 from lean_selector.wire.scalars import KEPT_BYTES, hashes_from_integers, hashes_from_json
 from tests.support.gates import answered, request, selection_gate
 from tests.support.operations import lines_run
 
-LARGEST = 2**1024 - 2**970  # what is as large rounds to an infinity
-
-
-def fits(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(map(fits, value.values()))
-    if isinstance(value, list):
-        return all(map(fits, value))
-    return not isinstance(value, int) or abs(value) < LARGEST
-
-
-def is_json_value_by_value(text: bytes) -> bool:
-    try:
-        return fits(msgspec.json.decode(text))
-    except (msgspec.DecodeError, ValueError):
-        return False
-
-
-digits = st.one_of(
-    st.sampled_from(["0", "1", "9", "17976931348623157", "17976931348623158079", str(LARGEST)]),
-    st.integers(1, 320).map(lambda count: "9" * count),
-    st.integers(1, 400).map(lambda count: "1" * count),
-)
-numbers = st.builds(
-    "{}{}{}{}".format,
-    st.sampled_from(["", "-"]),
-    digits,
-    st.one_of(st.just(""), st.just("." + "0" * 310 + "1"), digits.map(".{}".format)),
-    st.one_of(
-        st.just(""),
-        st.builds(
-            "{}{}{}{}".format,
-            st.sampled_from("eE"),
-            st.sampled_from(["", "+", "-"]),
-            st.sampled_from(["", "0", "000"]),
-            st.one_of(st.integers(0, 700), st.integers(290, 310), st.just(10**20)),
-        ),
-    ),
-)
-texts = st.one_of(
-    numbers,
-    st.sampled_from(['"1e999"', '"\\"1e999"', '"\\\\"', '"\\\\\\"1e999,"', '"e400"', '""', "true"]),
-    st.sampled_from(["null", '"\\ud800"', '"\\u12"', "[", "1e", "01", "nul", '"', "{}", "[]"]),
-)
-
-
-@given(st.lists(texts, min_size=1, max_size=6), st.sampled_from(["[{}]", '{{"k":[{}]}}', "{} "]))
-def test_a_text_is_judged_as_if_value_by_value(values: list[str], around: str) -> None:
-    text = around.format(", ".join(values)).encode()
-    assert (json_fault(text) == "") is is_json_value_by_value(text)
-    assert json_fault(bytearray(text)) == json_fault(text)
-
-
-@pytest.mark.parametrize(
-    ("number", "fault"),
-    [
-        (str(LARGEST - 1), ""),
-        (str(LARGEST), "number out of range"),
-        (f"-{LARGEST}", "number out of range"),
-        ("1.7976931348623157e308", ""),
-        ("1.7976931348623159e308", "number out of range"),
-        ("17976931348623157" + "0" * 292, ""),
-        ("0." + "0" * 399 + "1e700", ""),
-        ("0." + "0" * 300 + "1e700", "number out of range"),
-        ("1e-" + "1" * 400, ""),
-        ("0e999", ""),
-        ("1e00000000000000000309", "number out of range"),
-    ],
-)
-def test_the_largest_number_is_the_largest_of_f64(number: str, fault: str) -> None:
-    assert math.isinf(float(number)) is bool(fault)
-    for text in (number, f'{{"a":["1e999",{number}]}}', f'["\\\\",{number},"\\""]'):
-        assert json_fault(text.encode()) == fault
-
 
 def test_a_quote_may_fall_anywhere_in_a_long_text() -> None:
     for length in range(1, 6):
         strings = ",".join(['"' + "1e999" * 5 + "x" * length + '"'] * 20_000)
-        assert json_fault(f"[{strings},1e5]".encode()) == ""
-        assert json_fault(f"[{strings},1e500]".encode()) == "number out of range"
+        assert not has_costly_numbers(f"[{strings},1e5]".encode())
+        assert has_costly_numbers(f"[{strings}{',1e100' * 1001}]".encode())
 
 
 def listed(item: bytes, length: int, last: bytes | None = None) -> bytes:
@@ -180,14 +101,6 @@ def test_hashes_of_either_sign_cost_no_step_for_each() -> None:
     few, many = lines_run(packed, 4100), lines_run(packed, 9 * 4096 + 4)
     assert many <= few + 200  # 4 096 are looked at together, and at most as many one by one
     assert hashes_from_integers("f", [-1, 2**64 - 1, 0]) == b"\xff" * 16 + bytes(8)
-
-
-def test_what_is_no_messagepack_is_told_from_what_is() -> None:
-    whole = msgspec.msgpack.encode({"a": [1, "x", None, 1.5, {"b": b"c"}]})
-    assert messagepack_fault(whole) == ""
-    assert all(messagepack_fault(whole[:end]) for end in range(len(whole)))
-    assert messagepack_fault(whole + b"\x00")
-    assert messagepack_fault(b"\x91" * 100_000)
 
 
 # -- numbers that are slow to parse (D32) ----------------------------------------------------------

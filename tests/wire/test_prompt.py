@@ -194,11 +194,6 @@ def test_a_hash_list_of_the_wrong_shape_is_named_whatever_else_is_wrong(field: s
             for normalise in (select, book):
                 with pytest.raises(msgspec.ValidationError, match=field):
                     normalise(text)
-            with pytest.raises(msgspec.ValidationError, match=field):
-                decode(text).check_shape()
-        alone = decode(f'{{"{field}":{bad}}}')  # nothing that a selection needs is there
-        with pytest.raises(msgspec.ValidationError, match=field):
-            alone.check_shape()
 
 
 def test_other_fields_of_the_wrong_shape_are_refused_at_decoding() -> None:
@@ -218,20 +213,16 @@ def test_other_fields_of_the_wrong_shape_are_refused_at_decoding() -> None:
 
 def test_a_length_beyond_u64_is_a_wrong_shape() -> None:
     for value in (2**64, 10**40):
-        for rest in ("", ',"token_ids":[1]', ',"block_hashes":[1],"sequence_hashes":[1]'):
+        for rest in (',"token_ids":[1]', ',"block_hashes":[1],"sequence_hashes":[1]'):
             fields = decode(f'{{"isl_tokens":{value}{rest}}}')
             with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
-                fields.check_shape()
-            if rest:
-                with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
-                    prompt_to_select(fields, 4, False)
+                prompt_to_select(fields, 4, False)
 
 
 def test_null_is_the_same_as_absent() -> None:
     nulls = {name: None for name in PromptFields.__struct_fields__ if name not in SCOPE}
     with pytest.raises(BadRequest, match="block_hashes is required"):
         select(nulls)
-    decode(json.dumps(nulls)).check_shape()
 
 
 SCOPE = {"model_name", "tenant_id", "routing_group"}

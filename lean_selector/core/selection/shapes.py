@@ -39,7 +39,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     topology_domains: dict[str, str] = {}
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
-    kv_transfer_preferred_weight: float | None = None  # single precision
+    kv_transfer_preferred_weight: float | None = None
     # For hints where to fetch a prompt's blocks; only in the 1.6 dialect.
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[int, str] = {}
