@@ -30,6 +30,7 @@ from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import base_terms, overridden
+from lean_selector.core.selection.fair_shares import MOST_FAIRNESS_ID
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
@@ -354,6 +355,9 @@ class SelectionService(WorkerHandlers):
             request.priority_jump = body.priority_jump
         if body.strict_priority is not None:
             request.strict_priority = body.strict_priority
+        if body.fairness_id is not None:
+            check_id("fairness_id", body.fairness_id, MOST_FAIRNESS_ID)
+            request.fairness_id = body.fairness_id
         return request
 
     def _terms(self, model_name: str, override: RouterOverride | None) -> CostTerms:

@@ -1,6 +1,7 @@
 """The flags of the selector. Flag names, defaults and environment variables follow section 7 of
 docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args
@@ -35,6 +36,7 @@ _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
 _POLLS = ("--worker-health-interval-secs",)
 SESSIONS = ("--session-affinity-ttl-secs",)
+_QUEUE = ("--queue-threshold",)
 _FOUND = ("--discover", "workers")
 
 
@@ -193,6 +195,22 @@ class RouterFlags:
     track_prefill_tokens: bool = dyn_flag(True, "--router-track-prefill-tokens")
 
 
+def _numbers_by_name(texts: Iterable[str]) -> dict[str, float]:
+    """Return what `NAME=NUMBER` texts say; the last one counts for a name."""
+    return {name: float(number) for name, _, number in (each.rpartition("=") for each in texts)}
+
+
+def _weight(text: str) -> str:
+    name, _, weight = text.rpartition("=")
+    try:
+        fits = bool(name) and 0.001 <= float(weight) <= 1000.0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"`{text}`: expected ID=WEIGHT, with a weight from 0.001 to 1000")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueueFlags:
     """Queueing
@@ -203,6 +221,10 @@ class QueueFlags:
       request with the least prefill left, least-work: like wspt, with aging (default fcfs; with
       --policy latency: least-work)
     queue_max_wait_s: answer 503 to a request queued this long; unset: no limit
+    queue_fairness: on: among queued requests of one strict priority, the fairness id with the least
+      service goes first; off: ids make no difference
+    weights: weight of a fairness id, as ID=2; an id with twice the weight gets twice the service;
+      may be repeated
     overlap_refresh_after_s: look up a queued request's overlap again after this time; 0 or less:
       never
     """
@@ -213,9 +235,9 @@ class QueueFlags:
     queue_policy: Literal["fcfs", "lcfs", "wspt", "least-work"] | None = flag(
         None, "--queue-policy", "DYN_ROUTER_QUEUE_POLICY"
     )
-    queue_max_wait_s: float | None = flag(
-        None, "--queue-max-wait-secs", ge=0.001, needs=("--queue-threshold",)
-    )
+    queue_max_wait_s: float | None = flag(None, "--queue-max-wait-secs", ge=0.001, needs=_QUEUE)
+    queue_fairness: Literal["off", "on"] = flag("off", "--queue-fairness", needs=_QUEUE)
+    weights: list[str] = flag([], "--queue-weight", each=_weight, needs=("--queue-fairness",))
     overlap_refresh_after_s: float | None = dyn_flag(10.0, "--router-overlap-refresh-after-secs")
 
 
@@ -515,6 +537,7 @@ class SelectorConfig(ServiceConfig):
             overlap_refresh_after_s=refresh_s if refresh_s and refresh_s > 0.0 else None,
             assume_kv_reuse=dialect.assume_kv_reuse and not dialect.no_assume_kv_reuse,
             dialect=DIALECTS[dialect.name],
+            queue_weights=_numbers_by_name(self.queue.weights),
             ejection=made_of(EjectionSettings, self.health),
             selection_cache=made_of(SelectionCacheSettings, self.selection_cache),
             sessions=self.sessions.settings,

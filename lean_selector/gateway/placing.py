@@ -119,7 +119,9 @@ class Chooser:
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.queue.lines()
         now = monotonic()
-        return max(waited_s, *(now - each.items[0].arrived_at for each in lines if each.items), 0.0)
+        return max(
+            waited_s, *(now - each.head().arrived_at for each in lines if each.has_any()), 0.0
+        )
 
     def knows_no(self, error: UnknownModel) -> None:
         """Counts a request for a model that no worker serves."""

@@ -33,6 +33,7 @@ class SimulatedRequest:
         "arrived_at",
         "chain",
         "ended_at",
+        "fairness_id",
         "first_token_at",
         "found_tokens",
         "held",
@@ -63,6 +64,7 @@ class SimulatedRequest:
         self.pinned: int | None = None  # the worker that it must go to
         self.allowed: frozenset[int] | None = None
         self.request_id = ""
+        self.fairness_id = ""
         self.worker_id = -1
         self.held = 0  # leading blocks in the cache while it runs
         self.hit = 0  # of those, blocks that were cached when it started

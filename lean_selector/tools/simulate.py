@@ -4,13 +4,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lean_selector.core.selection.router_settings import RouterSettings
+from lean_selector.tools.batching_engine import SimulatedRequest
 from lean_selector.tools.service_process import ServiceError, within
 from lean_selector.tools.simulation import (
     RULES,
@@ -18,6 +19,7 @@ from lean_selector.tools.simulation import (
     Policy,
     SimulatedFleet,
     Simulation,
+    deal,
     outcome,
     requests_of,
 )
@@ -137,6 +139,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--within", type=_factor, default=2.0, help="limit for the time to first token; default: 2"
     )
+    parser.add_argument(
+        "--ids",
+        metavar="RATE,RATE,...",
+        type=_factors,
+        default=[],
+        help="fairness ids among whom the requests are dealt out, by their rates; adds a row for "
+        "each",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed for ties; default: 0")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
@@ -202,22 +212,32 @@ def compare(options: argparse.Namespace) -> None:
     )
     policies = options.policy or [policy_of(text) for text in _DEFAULT]
     progress, outcomes, curves = Progress(len(lines)), list[Outcome](), list[Curves]()
-    width = max(len(policy.name) for policy in policies)
+    width = max(len(policy.name) for policy in policies) + 5 * bool(options.ids)
     print("\n".join(header(options, width, len(lines))), flush=True)
     for policy in policies:
         requests = requests_of(lines, options.load, options.spread)
+        if options.ids:
+            deal(requests, options.ids)
         simulation = Simulation(policy, fleet, options.seed)
         simulation.run(requests, partial(progress.show, policy.name))
         progress.clear()
-        row = outcome(policy.name, requests, simulation.engines.values(), options.within)
-        outcomes.append(row)
-        print(line_of(row, width), flush=True)
+        for name, some in [(policy.name, requests), *_by_id(policy.name, requests)]:
+            row = outcome(name, some, simulation.engines.values(), options.within)
+            outcomes.append(row)
+            print(line_of(row, width), flush=True)
         if options.svg is not None:
             curves.append(curves_of(policy.name, requests))
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes)) + b"\n")
     if options.svg is not None:
         options.svg.write_text(draw(curves), encoding="utf-8")
+
+
+def _by_id(
+    policy: str, requests: Sequence[SimulatedRequest]
+) -> Iterator[tuple[str, list[SimulatedRequest]]]:
+    for name in sorted({request.fairness_id for request in requests} - {""}):
+        yield f"{policy} id {name}", [each for each in requests if each.fairness_id == name]
 
 
 def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:

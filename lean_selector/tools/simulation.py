@@ -68,6 +68,16 @@ def requests_of(
     return made
 
 
+def deal(requests: Sequence[SimulatedRequest], rates: Sequence[float]) -> None:
+    """Give each request to one of the ids `1`, `2`, ..., at these rates."""
+    owed = [0.0] * len(rates)
+    for request in requests:
+        owed = [each + rate for each, rate in zip(owed, rates, strict=True)]
+        at = max(range(len(rates)), key=owed.__getitem__)
+        owed[at] -= sum(rates)
+        request.fairness_id = f"{at + 1}"
+
+
 _timestamp = attrgetter("timestamp")
 
 
@@ -292,6 +302,7 @@ class Simulation:
             reservation_id=request.request_id,
         )
         asked.allowed_worker_ids = request.allowed
+        asked.fairness_id = request.fairness_id
         if request.pinned is not None:
             asked.pinned = PinnedWorker(request.pinned, 0)
         elif self._rule is not None:

@@ -275,12 +275,10 @@ _MOST_WORKERS: Final = 65_536
 _MOST_ID_CHARACTERS: Final = 4096  # in a path of up to 64 KiB, up to 12 bytes each
 
 
-def check_id(name: str, value: str) -> None:
-    """Raise BadRequest for an id of more than 4096 characters, too long for a URL path."""
-    if len(value) > _MOST_ID_CHARACTERS:
-        raise BadRequest(
-            f"{name} must not have more than {_MOST_ID_CHARACTERS} characters, and has {len(value)}"
-        )
+def check_id(name: str, value: str, most: int = _MOST_ID_CHARACTERS) -> None:
+    """Raise BadRequest for an id of more than `most` characters (4096: the most in a URL path)."""
+    if len(value) > most:
+        raise BadRequest(f"{name} must not have more than {most} characters, and has {len(value)}")
 
 
 def check_count(name: str, count: int, most: int) -> None:

@@ -378,6 +378,7 @@ class SelectFields(PromptFields, kw_only=True):
     expected_output_tokens: U32 | None = None
     priority_jump: float | None = None
     strict_priority: U32 | None = None
+    fairness_id: str | None = None
     session_id: str | None = None
     session_context: SelectionSessionContext | None = None
     affinity_target: WorkerAffinityTarget | None = None

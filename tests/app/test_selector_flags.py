@@ -48,6 +48,8 @@ FLAGS = [
     ("--policy", "settings.policy", "latency", "latency"),
     ("--model-policy", "settings.model_policies", "a=b=latency", {"a=b": "latency"}),
     ("--queue-policy", "settings.queue_policy", "WSPT", "wspt"),
+    ("--queue-fairness", "settings.queue_fairness", "on", "on"),
+    ("--queue-weight", "settings.queue_weights", "a=b=2", {"a=b": 2.0}),
     ("--active-decode-blocks-threshold", "thresholds.active_decode_blocks", "0.85", 0.85),
     ("--overload-status", "overload_status", "529", 529),
     *(
@@ -60,7 +62,9 @@ FLAG_OF = {each.flag.name: each.flag for each in fields_of(SelectorConfig)}
 
 @pytest.mark.parametrize(("flag", "path", "text", "value"), FLAGS)
 def test_a_flag_sets_what_it_names(flag: str, path: str, text: str, value: object) -> None:
-    needed = ("--queue-threshold", "1") if FLAG_OF[flag].needs else ()
+    needed = ["--queue-threshold", "1"] if FLAG_OF[flag].needs else []
+    if "--queue-fairness" in FLAG_OF[flag].needs:
+        needed += ["--queue-fairness", "on"]
     assert seen(configured(flag, text, *needed), path) == value
 
 

@@ -107,7 +107,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.refused: dict[str, SelectorError] = {}
         self.names = 0
 
-    def begin_with(self, policy: QueuePolicy) -> None:
+    def begin_with(self, policy: QueuePolicy, *, is_fair: bool) -> None:
         self.policy = policy
         terms: dict[str, Any] = {"use_kv_events": False, "reservation_expiry_s": EXPIRY_S}
         terms["ejection"] = EjectionSettings(failures=1, base_s=2.0, most_percent=100.0)
@@ -115,6 +115,7 @@ class QueueMachine(RuleBasedStateMachine):
             RouterSettings(
                 queue_threshold=THRESHOLD,
                 queue_policy=policy,
+                queue_fairness="on" if is_fair else "off",  # of one id: no difference
                 overlap_refresh_after_s=None,
                 **terms,
             ),
@@ -252,11 +253,12 @@ class QueueMachine(RuleBasedStateMachine):
         sizes=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
         copies=st.lists(st.booleans(), min_size=3, max_size=3),
         policy=st.sampled_from(get_args(QueuePolicy)),
+        is_fair=st.booleans(),
     )
     def begin_with_a_fleet_that_is_full(
-        self, sizes: tuple[int, int, int], copies: list[bool], policy: QueuePolicy
+        self, sizes: tuple[int, int, int], copies: list[bool], policy: QueuePolicy, is_fair: bool
     ) -> None:
-        self.begin_with(policy)
+        self.begin_with(policy, is_fair=is_fair)
         for worker_id, size, is_copied in zip((1, 2, 3), sizes, copies, strict=True):
             self.register(worker_id, size, 4, frozenset("ab"[: worker_id - 1]), 4)
             for dp_rank in range(size):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree
 
 import pytest
@@ -13,9 +14,11 @@ from lean_selector.tools.simulation import (
     Policy,
     SimulatedFleet,
     Simulation,
+    deal,
     requests_of,
     round_robin,
 )
+from lean_selector.tools.trace import trace_lines
 from lean_selector.wire.decision_lines import DecisionLine
 
 # An iteration takes a second, and a second more for each of the ten prompt tokens at most.
@@ -122,6 +125,23 @@ def test_requests_that_wait_in_the_queue_are_served() -> None:
     waited = played(Policy("queue", RouterSettings(queue_threshold=0.0)))
     at_once = played(Policy("none", RouterSettings()))
     assert max(each.ttft_s for each in waited) >= max(each.ttft_s for each in at_once)
+
+
+def test_fair_shares_keep_a_quiet_client_from_waiting_for_one_that_floods() -> None:
+    lines = list(trace_lines(None, 800))
+    late = []
+    fairnesses: tuple[Literal["off", "on"], ...] = ("off", "on")
+    for fairness in fairnesses:
+        requests = requests_of(lines, 3.0)
+        deal(requests, [10, 1])
+        policy = Policy("p", RouterSettings(queue_threshold=2.0, queue_fairness=fairness))
+        Simulation(policy, SimulatedFleet(engines=4)).run(requests)
+        assert {each.fairness_id for each in requests[:11]} == {"1", "2"}
+        quiet = sorted(each.ttft_s for each in requests if each.fairness_id == "2")
+        late.append((quiet[-1], max(each.ended_at for each in requests)))
+    (worst_off, ended_off), (worst_on, ended_on) = late
+    assert worst_on < 0.5 * worst_off
+    assert ended_on < 1.03 * ended_off
 
 
 def test_selectors_know_of_each_other_as_soon_as_they_are_synced() -> None:

@@ -18,6 +18,7 @@ from lean_selector.core.load.speeds import Speeds
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.ledger import Ledger, Ledgers
+from lean_selector.core.selection.fair_shares import FairShares
 from lean_selector.core.selection.fullness import Fullness
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Queue
@@ -59,10 +60,12 @@ class Partition:
         ejection: EjectionSettings | None = None,
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
+        shares: FairShares | None = None,
     ) -> None:
         """`ledgers`, shared by all partitions, publishes reservations to other replicas. If it is
         None, reservations are not published. `routed` marks booked prompts as cached, in `index` or
-        in a separate index. `sessions` is None if sessions are off."""
+        in a separate index. `sessions` is None if sessions are off, `shares` if the queue has no
+        fair shares."""
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
@@ -77,7 +80,10 @@ class Partition:
         self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
         self.slots = Slots(self.order.changed, index.bits)
         self.sessions = sessions
-        if sessions is not None:
+        self.shares = shares
+        if shares is not None:
+            self.slots.on_ended = self._settle_share
+        elif sessions is not None:
             self.slots.on_ended = self._release_session
         shared = Ledgers() if ledgers is None else ledgers
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
@@ -112,6 +118,12 @@ class Partition:
             room_changed(load)
 
         slots.on_load_change = tell_both
+
+    def _settle_share(self, reservation: Reservation) -> None:
+        assert self.shares is not None, "there are shares"
+        self.shares.ended(reservation)
+        if self.sessions is not None:
+            self._release_session(reservation)
 
     def _release_session(self, reservation: Reservation) -> None:
         """Tell the session table that a reservation has ended. If its rank was removed, other

@@ -34,7 +34,8 @@ from lean_selector.core.selection.shapes import PinnedWorker, Placement, Selecti
 
 # What restricts a request to some ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
-QueuePosition = tuple[int, float, int]  # position in the queue; unique
+# Position in the queue, unique: priority, service of its id (0 without fair shares), score, serial
+QueuePosition = tuple[int, float, float, int]
 AGING_TOKENS_PER_S = 4_000.0  # per second of waiting
 
 # requests that one event admits per turn of the loop; takes a millisecond, answers included
@@ -76,7 +77,7 @@ class Waiting:
         self.request = request
         self.arrived_at = arrived_at
         self.line = line
-        self.key: QueuePosition = (-request.strict_priority, -score, serial)
+        self.key: QueuePosition = (-request.strict_priority, 0.0, -score, serial)
         self.on_answer: Callable[[Placement | Exception], None] = _nobody
         self.has_client: Callable[[], bool] = _yes  # asked before the request is placed
         self.answer: Placement | Exception | None = None
@@ -117,6 +118,15 @@ def _yes() -> bool:
 _position = attrgetter("key")
 
 
+def take_out(items: list[Waiting], waiting: Waiting) -> bool:
+    """Remove a request from a list in order. Return False if it is not there."""
+    at = bisect.bisect_left(items, waiting.key, key=_position)
+    if at == len(items) or items[at] is not waiting:
+        return False
+    del items[at]
+    return True
+
+
 class Line:
     """Queued requests that have the same `ties`: pin, allowed workers and required taints."""
 
@@ -129,6 +139,26 @@ class Line:
         # If one of these comes free, requests may leave. With a pin: all ranks of the worker,
         # because a busy rank accepts a pinned request if another rank of the worker is free.
         self.leads_to = 0
+
+    def position(self) -> QueuePosition:
+        """Return the position of the request that goes next; the line must not be empty."""
+        return self.items[0].key
+
+    def has_any(self) -> bool:
+        return bool(self.items)
+
+    def head(self) -> Waiting:
+        return self.items[0]
+
+    def all(self) -> list[Waiting]:
+        return self.items
+
+    def insert(self, waiting: Waiting) -> None:
+        bisect.insort(self.items, waiting, key=_position)
+
+    def remove(self, waiting: Waiting) -> bool:
+        """Remove a request. Return False if it is not in this line."""
+        return take_out(self.items, waiting)
 
     def open_worker(self, worker: SchedulableWorker) -> None:
         """Add to `ranks` those ranks of a new worker that this line's queued requests may use."""
@@ -198,9 +228,10 @@ class Queue:
         place: "Callable[[Waiting, int, float], Placement] | None" = None,
         policy: QueuePolicy = "fcfs",
         rules: QueueRules | None = None,
+        new_line: Callable[[Ties], Line] = Line,
     ) -> None:
         """`place(waiting, ranks, now)` chooses one of `ranks` that the request may use, and books
-        it, or raises."""
+        it, or raises. `new_line` makes a line, which says who of it goes next."""
         self._place = place
         self._policy = policy
         self.rules = rules = QueueRules() if rules is None else rules
@@ -209,6 +240,7 @@ class Queue:
         self.asks_work = policy in ("wspt", "least-work")
         self._workers: dict[int, SchedulableWorker] = {}
         self._lines: dict[Ties, Line] = {}
+        self._make_line = new_line
         self.serial = 0  # serial of the request that was queued last
         self._size = 0
         self.hopeless: set[Line] = set()  # lines whose requests no registered rank can serve
@@ -225,8 +257,9 @@ class Queue:
         return self._lines.values()
 
     def in_order(self) -> list[Waiting]:
-        """Return the queued requests in order, as a new list."""
-        return sorted((item for line in self._lines.values() for item in line.items), key=_position)
+        """Return the queued requests as a new list, in the order in which they would go if all were
+        of one id."""
+        return sorted((item for line in self._lines.values() for item in line.all()), key=_position)
 
     # -- entering and leaving ----------------------------------------------------------------------
 
@@ -249,7 +282,7 @@ class Queue:
         self.serial += 1
         score = self._score(request.priority_jump, now, uncached_tokens)
         waiting = Waiting(self, request, now, self.serial, score, line)
-        bisect.insort(line.items, waiting, key=_position)
+        line.insert(waiting)
         self._size += 1
         self.isl_tokens += request.prompt.isl_tokens
         if rules.claimed is not None and request.books:
@@ -272,7 +305,7 @@ class Queue:
         return (1.0 + jump) / max(1, uncached_tokens)
 
     def _new_line(self, ties: Ties) -> Line:
-        line = Line(ties)
+        line = self._make_line(ties)
         pinned = ties[0]
         if pinned is None:
             for worker in self._workers.values():
@@ -286,13 +319,9 @@ class Queue:
     def leave(self, waiting: Waiting) -> bool:
         """Remove a request from the queue. Return False if the request is no longer queued."""
         line = waiting.line
-        if self._lines.get(line.ties) is not line:
+        if self._lines.get(line.ties) is not line or not line.remove(waiting):
             return False
-        at = bisect.bisect_left(line.items, waiting.key, key=_position)
-        if at == len(line.items) or line.items[at] is not waiting:
-            return False
-        del line.items[at]
-        if not line.items:
+        if not line.has_any():
             del self._lines[line.ties]
             self.hopeless.discard(line)
         self._size -= 1
@@ -335,7 +364,7 @@ class Queue:
             told = [
                 item
                 for line in self.hopeless
-                for item in line.items
+                for item in line.all()
                 if now - item.arrived_at >= hopeless_after_s
             ]
             for item in told[: self.rules.most]:
@@ -383,7 +412,7 @@ class Queue:
         blocked: QueuePosition | None = None  # the first request that cannot leave
         try:
             for line in self._lines.values():
-                head = line.items[0].key
+                head = line.position()
                 if line.leads_to & came_free and line.is_open(room):
                     open_lines.append((head, line))
                 elif line.ranks and (blocked is None or head < blocked):
@@ -391,17 +420,17 @@ class Queue:
             heapq.heapify(open_lines)
             while open_lines and most and not room.came_free:
                 key, line = open_lines[0]
-                if not line.items:
+                if not line.has_any():
                     heapq.heappop(open_lines)
-                elif line.items[0].key != key:
-                    heapq.heapreplace(open_lines, (line.items[0].key, line))
+                elif line.position() != key:
+                    heapq.heapreplace(open_lines, (line.position(), line))
                 elif not line.is_open(room):
                     heapq.heappop(open_lines)
                     if blocked is None or key < blocked:
                         blocked = key
                 else:
                     passes = blocked is not None and blocked < key
-                    self._go(room, line.items[0], passes)
+                    self._go(room, line.head(), passes)
                     most -= 1
         finally:
             if open_lines:

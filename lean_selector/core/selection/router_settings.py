@@ -61,6 +61,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     )
     queue_policy: QueuePolicy | None = None  # None: the default for the policy
     queue_max_wait_s: float | None = None
+    queue_fairness: Literal["off", "on"] = "off"
+    queue_weights: dict[str, float] = {}  # fairness id -> its weight, if not 1; > 0
     # if a request is queued for longer, its overlap is looked up again
     overlap_refresh_after_s: float | None = 10.0
     reservation_expiry_s: float = RESERVATION_EXPIRY_S

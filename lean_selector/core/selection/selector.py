@@ -17,11 +17,12 @@ from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.cost import base_terms, terms, under
+from lean_selector.core.selection.fair_shares import FairShares
 from lean_selector.core.selection.hearers import Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.placement import placed
-from lean_selector.core.selection.queue import CallLater, CallSoon, Queue, QueueRules, Waiting
+from lean_selector.core.selection.queue import CallLater, CallSoon, Line, Queue, QueueRules, Waiting
 from lean_selector.core.selection.reservations import Reservations
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
 from lean_selector.core.selection.scheduler import (
@@ -115,10 +116,15 @@ class Selector:
             until_events = self.settings.use_kv_events
             beside = index.beside() if until_events else index
             routed = RoutedPrompts(beside, ttl_s, until_events=until_events)
+        settings = self.settings
+        shares = None
+        if settings.queue_fairness == "on" and settings.queue_threshold is not None:
+            shares = FairShares(settings.queue_weights, block_size)
         queue = Queue(
             lambda waiting, ranks, now: self._place_waiting(partition, waiting, ranks, now),
-            self.settings.queue_of(self.settings.policy_of(key[0])),
+            settings.queue_of(settings.policy_of(key[0])),
             self._queues,
+            Line if shares is None else shares.new_line,
         )
         partition = Partition(
             *key,
@@ -132,6 +138,7 @@ class Selector:
             ejection=self.settings.ejection,
             routed=routed,
             sessions=None if self.sessions is None else self.sessions.new_table(*key),
+            shares=shares,
         )
         partition.set_threshold(self.limits.of(key))
         return partition
@@ -213,7 +220,10 @@ class Selector:
             if not is_next:
                 return self._wait(partition, request, now)
         matches = match_sets(partition, request.prompt.local_hashes)
-        return self._place(partition, request, ranks, matches, now)
+        placement = self._place(partition, request, ranks, matches, now)
+        if partition.shares is not None:
+            partition.shares.charge(request, placement, waited=False)
+        return placement
 
     def _wait(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
         if self._queues.refusal is not None:
@@ -240,8 +250,11 @@ class Selector:
         if refresh_s is not None and request.waited_s >= refresh_s:
             matches = match_sets(partition, request.prompt.local_hashes)
         else:
-            matches = as_sets(partition, request.matches, waiting.key[2])
-        return self._place(partition, request, ranks, matches, now)
+            matches = as_sets(partition, request.matches, waiting.key[3])
+        placement = self._place(partition, request, ranks, matches, now)
+        if partition.shares is not None:
+            partition.shares.charge(request, placement, waited=True)
+        return placement
 
     def _free_ranks(self, partition: Partition, request: SelectionRequest) -> int:
         if request.pinned is not None:
@@ -316,6 +329,8 @@ class Selector:
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
             partition.speeds.settle(now)
+            if partition.shares is not None:
+                partition.shares.settle(now)
             partition.queue.admit(now, RECHECK_AFTER_S)
 
     def refuse_waiting(self, error: SelectorError) -> None:
