@@ -82,11 +82,11 @@ def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
     """Runs `work` once, in a task that need not be awaited. An exception is logged and counted. The
     caller must keep a reference to the task, because the event loop does not."""
     task = asyncio.get_running_loop().create_task(work, name=name)
-    task.add_done_callback(_look_at)
+    task.add_done_callback(_log_failure)
     return task
 
 
-def _look_at(task: "asyncio.Task[Any]") -> None:
+def _log_failure(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         failed(task.get_name(), "it has ended", error)
 

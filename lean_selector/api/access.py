@@ -91,7 +91,7 @@ class AccessTokens:
         The digest is keyed, so the duration of the look-up reveals nothing about the token."""
         return self.roles.get(credential, OPEN)
 
-    def look(self, again: bool = False) -> None:
+    def reload(self, again: bool = False) -> None:
         """Reads the token file again if the file has changed or `again` is true."""
         if again:
             self._file.forget()

@@ -58,10 +58,10 @@ class FleetView:
         self._judged_at = 0.0
 
     def empty(self) -> Fleet:
-        """Return a Fleet without workers, models and ranks. Method `look` adds them."""
+        """Return a Fleet without workers, models and ranks. Method `collect` adds them."""
         return Fleet(__version__, self._wall(), [], [], [], [])
 
-    def look(self, fleet: Fleet) -> Iterator[None]:
+    def collect(self, fleet: Fleet) -> Iterator[None]:
         """Fills `fleet` with the current state of workers, ranks and models, in steps. A change of
         the state between two steps may be missing."""
         catalog, now = self._selector.catalog, self.clock()

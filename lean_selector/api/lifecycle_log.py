@@ -16,7 +16,8 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SelectorLog:
-    """Logs changes of the selection service's state. Call method `look` about every second."""
+    """Logs changes of the selection service's state. Call method `log_changes` about every
+    second."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -28,21 +29,21 @@ class SelectorLog:
         self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by partition
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
-        """Counts reservations that expired. The next call of `look` logs their number."""
+        """Counts reservations that expired. The next call of `log_changes` logs their number."""
         for partition, _ in expired:
             self._expired[partition.model_name, partition.tenant_id] += 1
 
-    def look(self) -> None:
+    def log_changes(self) -> None:
         """Logs changes since the last call: of workers, shedding, ejections and expirations."""
-        self._look_at_workers(self._selector.catalog.workers)
-        self._look_at_shedding(self._selector.catalog.partitions)
-        self._look_at_health(self._selector.catalog.partitions)
+        self._log_workers(self._selector.catalog.workers)
+        self._log_shedding(self._selector.catalog.partitions)
+        self._log_ejections(self._selector.catalog.partitions)
         for (model, tenant_id), count in self._expired.items():
             fields = {"model": model, "tenant_id": tenant_id, "count": count}
             _log.info("reservations expired", extra=fields)
         self._expired.clear()
 
-    def _look_at_workers(self, workers: Mapping[int, Worker]) -> None:
+    def _log_workers(self, workers: Mapping[int, Worker]) -> None:
         before = self._workers
         for worker_id, worker in workers.items():
             old = before.get(worker_id)
@@ -60,7 +61,7 @@ class SelectorLog:
                 _log.info("worker removed", extra=fields)
         self._workers = dict(workers)
 
-    def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
+    def _log_ejections(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
         """Logs a line when the first rank of a worker is ejected, and a line when none of its ranks
         is ejected any more."""
         if not self._ejected and not any(each.health.out for each in partitions.values()):
@@ -81,7 +82,7 @@ class SelectorLog:
             _log.warning("worker no longer ejected", extra=fields)
         self._ejected = now
 
-    def _look_at_shedding(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
+    def _log_shedding(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
         for key, partition in partitions.items():
             shed = sum(partition.shed.values())
             seen, since = self._shedding.get(key, (0, None))

@@ -95,7 +95,7 @@ class Queued:
         """Return the answer over HTTP."""
         pending = LaterReply()
         self.wait_with(pending)
-        self.on_answer(pending.tell)
+        self.on_answer(pending.answer_with)
         return pending
 
 
@@ -110,7 +110,7 @@ class LaterReply(PendingReply):
         super().__init__(on_disconnect, is_being_made=is_being_made)
         self.fault: Exception | None = None  # why no worker was chosen, for the meters
 
-    def tell(self, body: object) -> None:
+    def answer_with(self, body: object) -> None:
         """Answers 200 with this body, or with the status and message of a SelectorError. Any other
         exception is logged and answered with status 500."""
         if isinstance(body, SelectorError):
@@ -217,9 +217,9 @@ class SlicedAnswers:
             self._served, self._waiting = self._waiting, set()
             self._made = GrowingResponse(self._content_type)
             self._parts = self._new_parts()
-            self._go_on()
+            self._encode_parts()
 
-    def _go_on(self) -> None:
+    def _encode_parts(self) -> None:
         """Encodes parts for SLICE_S seconds. Sends the answer after the last part."""
         assert self._parts is not None
         assert self._made is not None
@@ -228,7 +228,7 @@ class SlicedAnswers:
             for part in self._parts if self._served else ():
                 self._made.add(part)
                 if self._clock() >= slice_ends:
-                    self._call_soon(self._go_on)
+                    self._call_soon(self._encode_parts)
                     return
             response: Response | None = self._made.finish()
         except Exception:  # the gate is done with the request, so its rule is applied here

@@ -137,7 +137,8 @@ def tracker_families(trackers: Trackers) -> Families:
 
 
 class TrackerLog:
-    """Logs workers added or removed, and expirations. Call method `look` about every second."""
+    """Logs workers added or removed, and expirations. Call method `log_changes` about every
+    second."""
 
     def __init__(self, trackers: Trackers) -> None:
         self._trackers = trackers
@@ -145,10 +146,11 @@ class TrackerLog:
         self._expired = 0
 
     def expired(self, count: int) -> None:
-        """Adds `count` to the number of expired requests that the next call of `look` logs."""
+        """Adds `count` to the number of expired requests that the next call of `log_changes`
+        logs."""
         self._expired += count
 
-    def look(self) -> None:
+    def log_changes(self) -> None:
         workers = set(self._trackers.workers())
         if workers != self._workers:
             for row in workers - self._workers:

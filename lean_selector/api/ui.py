@@ -141,10 +141,10 @@ class Events:
     def _start(self) -> None:
         self._serial += 1
         if self._listeners:
-            self._round = self._tell()
-            self._go_on()
+            self._round = self._send_changes()
+            self._run_round()
 
-    def _go_on(self) -> None:
+    def _run_round(self) -> None:
         """Works at most SLICE_S seconds: computes and sends changes. Schedules the rest."""
         ends, going = self._clock() + SLICE_S, self._round
         if going is None:
@@ -157,7 +157,7 @@ class Events:
                     break
         finally:
             if not is_over:
-                self._call_soon(self._go_on)
+                self._call_soon(self._run_round)
             elif self._listeners:
                 self._pause()
 
@@ -171,10 +171,10 @@ class Events:
         if serial == self._serial:
             self._start()
 
-    def _tell(self) -> Iterator[None]:
+    def _send_changes(self) -> Iterator[None]:
         """Computes the changes since the last call, and sends them to each client, in steps."""
         fleet, whole, news = self._view.empty(), b"", b""
-        yield from self._view.look(fleet)
+        yield from self._view.collect(fleet)
         watch, told, before = self.choices, self._told, self._ranks
         choices = [] if watch is None else list(watch.kept)
         seen = 0 if watch is None else watch.seen
@@ -252,7 +252,7 @@ class Page:
 
     def _fleet_parts(self) -> Iterator[bytes]:
         fleet = self._view.empty()
-        for _ in self._view.look(fleet):
+        for _ in self._view.collect(fleet):
             yield b""
         yield json_form(fleet)
 

@@ -56,7 +56,7 @@ def selector_discovery(core: SelectorCore, replication: Replication | None) -> D
         )
         asking = Asking(
             lambda base: ask_engine(engines, base),
-            roster.heard,
+            roster.engine_answered,
             roster.failed,
             config.discover.refresh_s,
         )

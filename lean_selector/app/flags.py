@@ -157,7 +157,7 @@ class Field:
             return ""
         return str(value).lower() if isinstance(value, bool) else f"{value}"
 
-    def says(self, *, briefly: bool) -> str:
+    def help_text(self, *, briefly: bool) -> str:
         """Return the flag's help text. If `briefly`, the text is cut at the first semicolon."""
         default = f" (default {self.shown_default})" if self.shown_default else ""
         env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
@@ -235,7 +235,7 @@ def add_flags(parser: argparse.ArgumentParser, config: Any, *, briefly: bool = F
         else:
             names = {"dest": each.flag.name, "action": "append" if is_list else "store"}
         is_shown = each.flag.common or not briefly
-        says = each.says(briefly=briefly).replace("%", "%%") if is_shown else argparse.SUPPRESS
+        says = each.help_text(briefly=briefly).replace("%", "%%") if is_shown else argparse.SUPPRESS
         cast(Any, groups[each.title]).add_argument(
             each.flag.name, metavar=each.metavar, help=says, **names
         )

@@ -148,7 +148,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     app = handler if tokens is None else guarded(handler, tokens, front.counts, faced)
     server = HttpServer(app, faced, config.listen, "gateway", StreamingProtocol)
     if tokens is not None:
-        server.watch(tokens.look)
+        server.watch(tokens.reload)
     await api.start()
     await server.start()
     server.on_reload += api.on_reload

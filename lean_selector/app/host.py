@@ -200,7 +200,7 @@ class HttpServer:
         self._refusals = 0, 0  # already logged
         # Called on SIGHUP, which otherwise ends the process; fill it before `serve`.
         self.on_reload: list[Callable[[], object]] = []
-        self._looks: list[Callable[[], object]] = []
+        self._reloads: list[Callable[[], object]] = []
         self._tls: ServerTls | None = None
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -255,11 +255,11 @@ class HttpServer:
             self._stop_now.set()
         self._stop.set()
 
-    def watch(self, look: Callable[[bool], object]) -> None:
-        """Makes the server call `look(False)` about every TICK_S, to reload a changed file, and
-        `look(True)` on SIGHUP, to force a reload. Call `watch` before `serve`."""
-        self._looks.append(partial(look, False))
-        self.on_reload.append(partial(look, True))
+    def watch(self, reload: Callable[[bool], object]) -> None:
+        """Makes the server call `reload(False)` about every TICK_S, to reload a changed file, and
+        `reload(True)` on SIGHUP, to force a reload. Call `watch` before `serve`."""
+        self._reloads.append(partial(reload, False))
+        self.on_reload.append(partial(reload, True))
 
     def _on_hangup(self) -> None:
         for reload in self.on_reload:
@@ -304,9 +304,9 @@ class HttpServer:
         self.connections.sweep(now)
         self._log_refusals()
         if self._tls is not None:
-            self._tls.look(now)
-        for look in self._looks:
-            look()
+            self._tls.reload_changed(now)
+        for reload in self._reloads:
+            reload()
 
     def abort(self) -> None:
         """Stops listening, and drops open connections at once."""

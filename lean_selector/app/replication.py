@@ -182,7 +182,7 @@ class Replication(Part):
         return verdict
 
     def _on_session(self, event: SessionEvent, now: float) -> SessionVerdict:
-        return SessionVerdict.OFF if self._sessions is None else self._sessions.hear(event, now)
+        return SessionVerdict.OFF if self._sessions is None else self._sessions.apply(event, now)
 
     def session_list(self) -> Answer:
         """Return the answer to a replica that requests our bindings of sessions to ranks."""

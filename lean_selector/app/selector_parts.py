@@ -141,7 +141,7 @@ class Upkeep(Part):
 
     def tick(self, now: float) -> None:
         self._expiry.begin()
-        self._log.look()
+        self._log.log_changes()
         self._selector.admit_waiting(now)
 
     async def close(self) -> None:
@@ -166,7 +166,7 @@ class Sessions(Part):
         return session_families(lambda: list(established(self._catalog, None, None)), self.peers)
 
     def tick(self, now: float) -> None:
-        self.peers.tend(now, SESSION_STEPS)
+        self.peers.expire_and_republish(now, SESSION_STEPS)
 
 
 class StartRecovery(Part):
@@ -208,9 +208,9 @@ class PagePart(Part):
         self._page: Page | None = None
 
     def routes(self) -> tuple[Route, ...]:
-        return page_routes(self._asked)
+        return page_routes(self._open_page)
 
-    def _asked(self) -> "Page":
+    def _open_page(self) -> "Page":
         if self._page is None:
             from lean_selector.api import fleet, ui
 

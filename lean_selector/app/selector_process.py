@@ -81,7 +81,7 @@ class SelectorParts(Parts):
                 interval_s=config.health.interval_s,
                 path=config.health.path,
             )
-            core.subscriptions.on_lost = self.add(polls).soon
+            core.subscriptions.on_lost = self.add(polls).check_now
         if config.discover.targets or config.replica.discover:
             from lean_selector.app.discovery import selector_discovery
 
@@ -159,7 +159,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     app = selector_app(parts, connections, log_state, tokens=tokens)
     server = HttpServer(app, connections, config.listen, protocol=protocol_of(config))
     if tokens is not None:
-        server.watch(tokens.look)
+        server.watch(tokens.reload)
     await server.start()
     await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)

@@ -42,12 +42,12 @@ class ServerTls:
     def new_connection(self) -> asyncio.Protocol:
         return self._door.new_connection()
 
-    def look(self, now: float) -> None:
+    def reload_changed(self, now: float) -> None:
         """Reloads changed files, and logs failed handshakes. Call it periodically.
 
         A certificate and its key are not replaced in one step, so a change is loaded only when two
         consecutive calls find the same files."""
-        self._log.look(now)
+        self._log.log_failures(now)
         marks = _marks(self._files)
         is_settled, self._seen = marks == self._seen, marks
         if is_settled and marks != self._loaded:
@@ -86,7 +86,7 @@ class HandshakeLog:
         self._known = dict(counts.failures)
         self._not_before = 0.0  # monotonic seconds
 
-    def look(self, now: float) -> None:
+    def log_failures(self, now: float) -> None:
         """Logs the handshakes that failed since the last line, once in HANDSHAKE_LOG_S at most."""
         failures, known = self._counts.failures, self._known
         if now < self._not_before or failures == known:

@@ -58,7 +58,7 @@ class TrackerUpkeep(Part):
 
     def tick(self, now: float) -> None:
         self._expiry.begin()
-        self._log.look()
+        self._log.log_changes()
 
     def close(self) -> None:
         self._expiry.stop()
@@ -121,7 +121,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     )
     server = HttpServer(app, connections, config.listen, name="lean-slot-tracker")
     if tokens is not None:
-        server.watch(tokens.look)
+        server.watch(tokens.reload)
     await server.start()
     await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)

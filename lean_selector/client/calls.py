@@ -186,7 +186,7 @@ def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
     """Return the call that frees a reservation and, if given, reports the request's outcome."""
-    fields = _given(outcome=outcome, cached_tokens=cached_tokens)
+    fields = _without_none(outcome=outcome, cached_tokens=cached_tokens)
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 
 
@@ -197,11 +197,13 @@ def report(
     ttft_ms: float | None = None,
     cached_tokens: int | None = None,
 ) -> Call[None]:
-    fields = _given(outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens)
+    fields = _without_none(
+        outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens
+    )
     return Call("POST", f"/workers/{worker_id}/report", nothing, fields)
 
 
-def _given(**fields: object) -> dict[str, object]:
+def _without_none(**fields: object) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

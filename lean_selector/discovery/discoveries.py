@@ -34,7 +34,7 @@ from lean_selector.wire.discovery_states import (
 
 Run = Callable[[], Coroutine[object, object, None]]
 
-LOOK_S = 0.5
+SWEEP_S = 0.5
 
 
 class Discoveries(Part):
@@ -130,10 +130,10 @@ class Discoveries(Part):
     def start(self) -> None:
         """Starts the search for workers and peers. Call this while the event loop is running."""
         for sighting, run in self._finders:
-            self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
+            self._tasks.append(supervise("discovery", partial(_recorded, sighting, run)))
         rosters = (self.workers, self.peers)
         self._tasks += [
-            supervise("discovery looks", partial(_look, roster.look))
+            supervise("discovery looks", partial(_sweep_forever, roster.sweep))
             for roster in rosters
             if roster is not None
         ]
@@ -219,7 +219,7 @@ class Discoveries(Part):
         )
 
 
-async def _seen(sighting: Sighting, run: Run) -> None:
+async def _recorded(sighting: Sighting, run: Run) -> None:
     """Runs the search at one target. An exception is recorded in `sighting`, and raised again."""
     try:
         await run()
@@ -228,10 +228,10 @@ async def _seen(sighting: Sighting, run: Run) -> None:
         raise
 
 
-async def _look(look: Callable[[float], None]) -> None:
+async def _sweep_forever(sweep: Callable[[float], None]) -> None:
     while True:
-        look(time.monotonic())
-        await asyncio.sleep(LOOK_S)
+        sweep(time.monotonic())
+        await asyncio.sleep(SWEEP_S)
 
 
 def _left_s(leaves_at: float | None, now: float) -> float | None:

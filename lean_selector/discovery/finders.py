@@ -247,7 +247,7 @@ class DnsFinder:
     async def run(self) -> None:
         while True:
             try:
-                endpoints = await self._look()
+                endpoints = await self._resolve()
             except OSError as error:
                 self.sighting.failed(error.strerror or str(error))
             else:
@@ -255,7 +255,7 @@ class DnsFinder:
                 self.on_endpoints(dict.fromkeys(endpoints, ""), ())
             await asyncio.sleep(self.interval_s)
 
-    async def _look(self) -> list[FoundEndpoint]:
+    async def _resolve(self) -> list[FoundEndpoint]:
         addresses = await self.resolve(self.name, self.port)
         # The IPv4 and IPv6 addresses are those of the same workers; IPv4 is used.
         families = {family for family, _ in addresses}

@@ -229,7 +229,7 @@ class KubernetesFinder:
             raise ValueError("a list without a resourceVersion")
         self._slices = slices
         self.version = listed.metadata.resource_version
-        self._tell()
+        self._deliver()
 
     async def _watch(self) -> None:
         """Watches EndpointSlices until the API server ends the watch. Raises OutboundFailed, with
@@ -258,9 +258,9 @@ class KubernetesFinder:
             self._slices.pop(told.metadata.name, None)
         else:  # it is a bookmark
             return
-        self._tell()
+        self._deliver()
 
-    def _tell(self) -> None:
+    def _deliver(self) -> None:
         ready, leaving = endpoints_of(self._slices.values(), self.port)
         self._count = len(ready)
         self.sighting.found(self._count)

@@ -126,7 +126,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
             if port is not None and not 1 <= port <= 0xFFFF:
                 raise ValueError(f"{name} {port} is no port")
 
-    def told(self) -> dict[str, object]:
+    def given_fields(self) -> dict[str, object]:
         """Return name -> value of the fields that are set and have an effect."""
         return {
             name: value
@@ -209,11 +209,11 @@ def spec_of(
 ) -> WorkerSpec:
     """Return a worker's registration. `entry` (from the target) takes precedence over `engine`
     (from the engine itself), and both over `defaults`. May raise ValueError."""
-    fields = defaults.told()
+    fields = defaults.given_fields()
     fields.pop("worker_id", None)
     for more in (engine, entry):
         if more is not None:
-            told = more.told()
+            told = more.given_fields()
             for pair in (_EVENTS, _REPLAYS):
                 if any(name in told for name in pair):  # either name sets the same value
                     for name in pair:
@@ -238,7 +238,7 @@ def spec_of(
 
 def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
     """Whether `entry` has all required fields, so that the worker's engine need not be queried."""
-    told = entry.told()
+    told = entry.given_fields()
     has_events = any(name in told for name in (*_EVENTS, "events_port"))
     return {"model_name", "block_size"} <= told.keys() and (has_events or not use_kv_events)
 

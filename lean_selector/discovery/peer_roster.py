@@ -107,9 +107,9 @@ class PeerRoster:
         for found in leaving:
             if found in self._known and found not in named:
                 self._known[found].leaves_at = now
-        self.look(now)
+        self.sweep(now)
 
-    def look(self, now: float) -> None:
+    def sweep(self, now: float) -> None:
         """Removes peers that no target lists and whose grace period is over. Notices peers that
         were removed over HTTP. Tries again what was refused, for too many peers for example, after
         the mesh has changed. Call this about twice a second."""

@@ -42,9 +42,9 @@ class WorkerPolls(Part):
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     def tick(self, now: float) -> None:
-        self.look()
+        self.follow_workers()
 
-    def look(self) -> None:
+    def follow_workers(self) -> None:
         """Starts to check workers that can now be chosen, and ends the checks of other workers."""
         if self._revision == self.catalog.revision:
             return
@@ -59,9 +59,9 @@ class WorkerPolls(Part):
         for worker_id in sorted(known - self._next.keys()):
             self._schedule(worker_id, self.rng.random() * self.interval_s)
 
-    def soon(self, worker_id: int) -> None:
+    def check_now(self, worker_id: int) -> None:
         """Checks a worker now, for example because the connection to its KV events was lost."""
-        self.look()  # the worker may be new
+        self.follow_workers()  # the worker may be new
         if worker_id in self._next:
             self._next[worker_id].cancel()
             self._begin(worker_id)

@@ -62,7 +62,7 @@ class KnownWorker:
         """Return the worker's id: the one in `entry`, or else a hash of the endpoint."""
         return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
 
-    def takes(self, entry: Particulars) -> None:
+    def set_entry(self, entry: Particulars) -> None:
         self.entry = entry
         self.worker_id = self.id_by(entry)
         self.is_restored = False
@@ -119,9 +119,9 @@ class Roster:
             known = self._known.get(key)
             if known is not None and known.leaves_at is not None:
                 known.leaves_at = now
-        self.look(now)
+        self.sweep(now)
 
-    def heard(self, known: KnownWorker, engine: Particulars) -> None:
+    def engine_answered(self, known: KnownWorker, engine: Particulars) -> None:
         """Stores what a worker's engine reports about itself, and registers the worker."""
         known.engine = engine
         known.error = None
@@ -135,7 +135,7 @@ class Roster:
             )
         known.error = reason
 
-    def look(self, now: float) -> None:
+    def sweep(self, now: float) -> None:
         """Removes workers that no target lists and whose grace period is over. Notices workers that
         were changed over HTTP. Tries again what was refused, for an id for example, after any
         worker has changed. Call this about twice a second."""
@@ -206,7 +206,7 @@ class Roster:
         if changed:
             if known.id_by(entry) != known.worker_id:
                 self._withdraw(known)
-            known.takes(entry)
+            known.set_entry(entry)
         if not is_new and not changed:
             return
         refusal = self.refusal(key)
@@ -245,7 +245,7 @@ class Roster:
         known.spec, known.state = spec, WorkerState.REGISTERED
         known.error = None
         self.registrations += 1
-        self._tell(what, known)
+        self._log_state(what, known)
         given = [each.block_size for each in (known.entry, known.engine) if each is not None]
         if not any(given) and spec.block_size and what == "registered":
             text = "discovered worker %s: its engine reports no block size; %d tokens are assumed"
@@ -290,9 +290,9 @@ class Roster:
         if holder is not None and holder.spec is spec:
             self.remove(spec.worker_id)
             self.removals += 1
-            self._tell("removed", known)
+            self._log_state("removed", known)
 
-    def _tell(self, what: str, known: KnownWorker) -> None:
+    def _log_state(self, what: str, known: KnownWorker) -> None:
         log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
 
     def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
@@ -319,7 +319,7 @@ class Roster:
                 continue
             known.spec = None
             known.state = WorkerState.REMOVED if holder is None else WorkerState.BY_HTTP
-            self._tell("deleted over HTTP" if holder is None else "taken over by HTTP", known)
+            self._log_state("deleted over HTTP" if holder is None else "taken over by HTTP", known)
         self._others = {
             endpoint_key(worker.spec.endpoint): worker_id
             for worker_id, worker in workers.items()

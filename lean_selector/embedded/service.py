@@ -355,7 +355,7 @@ class SelectionService:
     def _handlers(self) -> Handlers:
         return self._start().parts.service
 
-    async def _asked(
+    async def _call(
         self,
         handler: Handler,
         *arguments: object,
@@ -366,7 +366,7 @@ class SelectionService:
         answer: Fields = await running.in_time(lambda: _awaited(handler, arguments), undo)
         return answer
 
-    def _asked_at_once(
+    def _call_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
         """Return the response of the handler that `handler` returns. If the selector has not
@@ -383,32 +383,32 @@ class SelectionService:
         """Registers or replaces a worker; returns the worker's record."""
         self._check_open()
         body = _body(WorkerRequest16, worker_fields("worker", worker))
-        return record(await self._asked(self._handlers.register, body))
+        return record(await self._call(self._handlers.register, body))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
         """Changes the given fields that are not None; returns the worker's record."""
         self._check_open()
         worker_id = worker_id_of(worker_id)
         body = _body(WorkerPatch16, worker_fields("patch", patch))
-        return record(await self._asked(self._handlers.patch, worker_id, body))
+        return record(await self._call(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:
         """Removes a worker, its blocks and its reservations; returns the worker's last record."""
         worker_id = worker_id_of(worker_id)
-        return record(await self._asked(self._handlers.remove, worker_id))
+        return record(await self._call(self._handlers.remove, worker_id))
 
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
         """Return the records of all workers, or only of workers that match the filters."""
         query = _query(model_name, routing_group)
-        found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
+        found = self._call_at_once(lambda parts: parts.service.workers, query, before=[])
         return list(map(record, found))
 
     def ready(self) -> Fields:
         """Return whether at least one worker can be chosen, and the records of all workers."""
         before = {"ready": False, "schedulable_workers": 0, "workers": []}
-        return readiness(self._asked_at_once(lambda parts: parts.service.ready, before=before))
+        return readiness(self._call_at_once(lambda parts: parts.service.ready, before=before))
 
     # -- selections and reservations ---------------------------------------------------------------
 
@@ -416,7 +416,7 @@ class SelectionService:
         """Chooses a rank. A choice with a selection_id is cached for create_reservation."""
         self._check_open()
         body = _body(_SELECT, fields_of("request", request))
-        return await self._asked(self._handlers.select, body)
+        return await self._call(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
         """Chooses a rank and reserves it, in one step. If queueing is enabled, the call may wait.
@@ -429,19 +429,19 @@ class SelectionService:
             with contextlib.suppress(SelectorError):
                 service.free(booked["selection_id"], None)
 
-        return await self._asked(service.select_and_reserve, body, undo=undo)
+        return await self._call(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
         """Reserves the rank that `select` chose for the request's selection_id. If the request has
         a worker_id, the rank `dp_rank` (default 0) of that worker is reserved instead."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
-        return await self._asked(self._handlers.reserve, body)
+        return await self._call(self._handlers.reserve, body)
 
     async def prefill_complete(self, selection_id: str) -> Done:
         """Reports the first token, which ends the prefill."""
         name = selection_id_of(selection_id)
-        await self._asked(self._handlers.prefill_complete, name)
+        await self._call(self._handlers.prefill_complete, name)
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
@@ -449,13 +449,13 @@ class SelectionService:
         blocks that only this request has count as this fraction of a block in the rank's load."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
-        if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
+        if self._call_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
             raise refusal(NotFound(f"reservation {name} not found"))
 
     async def free_reservation(self, selection_id: str) -> Done:
         """Frees the reservation of a request that has ended."""
         name = selection_id_of(selection_id)
-        await self._asked(self._handlers.free, name, None)
+        await self._call(self._handlers.free, name, None)
         return ()
 
     # -- inspection --------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ class SelectionService:
     ) -> list[Fields]:
         """Return the active load of every rank, by model and routing group."""
         query = _query(model_name, routing_group)
-        loads: list[Fields] = self._asked_at_once(
+        loads: list[Fields] = self._call_at_once(
             lambda parts: parts.service.loads, query, before=[]
         )
         return loads
@@ -473,13 +473,13 @@ class SelectionService:
     async def potential_loads(self, request: object) -> list[Fields]:
         """Return the load that each rank would have with this prompt."""
         body = _body(_PROJECTION, fields_of("request", request))
-        rows: Any = await self._asked(self._handlers.potential_loads, body)
+        rows: Any = await self._call(self._handlers.potential_loads, body)
         return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
         """Return how many blocks of this prompt each rank has cached, by tier."""
         body = _body(_PROJECTION, fields_of("request", request))
-        return await self._asked(self._handlers.overlap_scores, body)
+        return await self._call(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
         """Return the index in the format of GET /dump. Other calls can run during the export."""

@@ -171,7 +171,7 @@ class KvListener:
         # How many messages of the previous connection still wait; -1: the cursor was told of the
         # new connection.
         self._old_messages = -1
-        # State when `look` was last called.
+        # State when `check_condition` was last called.
         self._messages = 0
         self._last_message_at: float | None = None  # monotonic seconds
         self._last_error: str | None = None
@@ -211,7 +211,7 @@ class KvListener:
     def status(self) -> SourceStatus:
         cursor, counts = self.cursor, self.ingest.counts
         last, now = self._last_message_at, time.monotonic()
-        seen = self.look(now)
+        seen = self.check_condition(now)
         return SourceStatus(
             worker_id=self.ingest.worker_id,
             dp_rank=self.ingest.dp_rank,
@@ -235,11 +235,11 @@ class KvListener:
             last_error=self._last_error if self._live.error is None else self._no_connection(),
         )
 
-    def look(self, now: float) -> SourceCondition:
+    def check_condition(self, now: float) -> SourceCondition:
         """Return the condition of the rank's KV events, and log new faults. Call this regularly."""
         live, ingest, cursor = self._live, self.ingest, self.cursor
         state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
-        self._watch.look(state, what, now)
+        self._watch.record(state, what, now)
         return SourceCondition(ingest.dp_rank, state, now - self._watch.since, what or None)
 
     def _backlog_bytes(self) -> int:
@@ -263,7 +263,7 @@ class KvListener:
                 self._on_lost()
             self._told_of = live.error
             self._log(logging.WARNING, f"{self._no_connection()}; trying again")
-        self.look(time.monotonic())
+        self.check_condition(time.monotonic())
 
     def _connected(self) -> None:
         self._old_messages = -1

@@ -99,7 +99,7 @@ class SourceWatch:
         self._worked_at: float | None = None  # when work was first seen during the current silence
         self._is_told = False
 
-    def look(self, state: str, what: str, now: float) -> None:
+    def record(self, state: str, what: str, now: float) -> None:
         """Record the source's `state`. If it is a fault, log `what` once. A fault that the start of
         an engine can cause is logged when it has lasted `grace_s` seconds. Call this regularly."""
         if state != self._state:

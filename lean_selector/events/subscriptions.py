@@ -29,8 +29,8 @@ from lean_selector.wire.selection_bodies import KvSource, SourceCondition, Sourc
 # running replay may hold MAX_BACKLOG_BYTES, and three descriptors while it connects.
 MAX_REPLAYS: Final = 64
 # Interval in seconds at which each source is checked. A check takes two microseconds.
-LOOK_EVERY_S: Final = 1.0
-LOOKS_PER_TURN: Final = 256
+CHECK_EVERY_S: Final = 1.0
+CHECKS_PER_TURN: Final = 256
 
 
 class KvSubscriptions:
@@ -89,7 +89,7 @@ class KvSubscriptions:
         else:
             self._start(rank)
         if self._looking is None:
-            self._looking = supervise("kv sources", self._look_at_all)
+            self._looking = supervise("kv sources", self._check_all)
 
     def _lost(self, worker_id: int) -> None:
         if self.on_lost is not None:
@@ -125,19 +125,19 @@ class KvSubscriptions:
         for rank in sorted(held or ()):
             self._start(rank)
 
-    async def _look_at_all(self) -> None:
+    async def _check_all(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)
             for at, rank in enumerate(list(self._listeners), 1):
-                loop.call_soon(self._look, rank)  # one that fails stops no other
-                if at % LOOKS_PER_TURN == 0:
+                loop.call_soon(self._check, rank)  # one that fails stops no other
+                if at % CHECKS_PER_TURN == 0:
                     await asyncio.sleep(0)
 
-    def _look(self, rank: RankKey) -> None:
+    def _check(self, rank: RankKey) -> None:
         listener = self._listeners.get(rank)
         if listener is not None:
-            listener.look(time.monotonic())
+            listener.check_condition(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
         """End the subscription to a rank's KV events. The rank's blocks stay in the index. Return
@@ -187,7 +187,7 @@ class KvSubscriptions:
         """Return the condition of the KV-event sources of a worker's ranks."""
         now = time.monotonic()
         listeners = (self._listeners.get((worker_id, dp_rank)) for dp_rank in sorted(dp_ranks))
-        return [each.look(now) for each in listeners if each is not None]
+        return [each.check_condition(now) for each in listeners if each is not None]
 
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
         """Yield the partition and the state of every rank's KV-event source, sorted by worker and

@@ -62,13 +62,13 @@ class EngineAnswers:
 
     def make(self, served: Served) -> Steps[str | None]:
         """Return the software of a model's engines, such as `vllm`; None if unknown."""
-        told = self._any_told(served)
+        told = self._any_answer(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
-            yield asyncio.shield(self._beside(key, partial(self._ask_some, served)))
-            told = self._any_told(served)
+            yield asyncio.shield(self._start(key, partial(self._ask_some, served)))
+            told = self._any_answer(served)
         elif self._clock() - told.at > (FRESH_S if told.make is None else _MAKE_FRESH_S):
-            self._beside(key, partial(self._ask_some, served))
+            self._start(key, partial(self._ask_some, served))
         return None if told is None else told.make
 
     def reports_in_full(self, base: str) -> bool:
@@ -76,17 +76,19 @@ class EngineAnswers:
         (`kv_cache_report_mode`). Return False until the worker has answered this question."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
-            self._beside(("report", base), partial(self._ask, base))
+            self._start(("report", base), partial(self._ask, base))
         return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
         """Return a LoRA adapter's base model and workers. None if no worker has the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
-            self._bases(tenant_id) if found is None else self._fleet.well(found[0].workers).values()
+            self._bases(tenant_id)
+            if found is None
+            else self._fleet.healthy(found[0].workers).values()
         )
         if any(map(self._is_old, bases)):
-            asked = self._beside(("adapters", tenant_id), partial(self._ask_all, tenant_id))
+            asked = self._start(("adapters", tenant_id), partial(self._ask_all, tenant_id))
             if found is None:
                 await asyncio.shield(asked)
                 return self._adapted(name, tenant_id)
@@ -100,8 +102,8 @@ class EngineAnswers:
 
     # -- answers -----------------------------------------------------------------------------------
 
-    def _any_told(self, served: Served) -> _Told | None:
-        bases = self._fleet.well(served.workers).values()
+    def _any_answer(self, served: Served) -> _Told | None:
+        bases = self._fleet.healthy(served.workers).values()
         for base in bases:
             told = self._told.get(base)
             if told is not None and told.make is not None:
@@ -134,7 +136,7 @@ class EngineAnswers:
             base
             for served in models
             if served
-            for base in self._fleet.well(served.workers).values()
+            for base in self._fleet.healthy(served.workers).values()
         ]
 
     async def _ask_all(self, tenant_id: str) -> None:
@@ -143,7 +145,7 @@ class EngineAnswers:
             await asyncio.gather(*map(self._ask, bases[at : at + MOST_AT_ONCE]))
 
     async def _ask_some(self, served: Served) -> None:
-        bases = list(self._fleet.well(served.workers).values())
+        bases = list(self._fleet.healthy(served.workers).values())
         await asyncio.gather(*map(self._ask, bases[:_ASKED_FOR_MAKE]))
 
     async def _ask(self, base: str) -> None:
@@ -166,7 +168,7 @@ class EngineAnswers:
         if len(self._told) > _FROM:
             del self._told[next(iter(self._told))]
 
-    def _beside(
+    def _start(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
         """Return the running query with this key. If there is none, starts the query `work`."""

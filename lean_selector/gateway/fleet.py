@@ -46,17 +46,17 @@ class GatewayFleet:
     # -- by model ----------------------------------------------------------------------------------
 
     def model(self, model_name: str, tenant_id: str) -> Served | None:
-        self._look()
+        self._update()
         return self._served.get((model_name, tenant_id))
 
     def models(self, tenant_id: str) -> list[str]:
         """Return the names of this tenant's models, sorted."""
-        self._look()
+        self._update()
         return sorted(name for name, tenant in self._served if tenant == tenant_id)
 
-    def what_is_known(self) -> str:
+    def known_text(self) -> str:
         """Return the models that are known, and the URLs whose models are not, as a sentence."""
-        self._look()
+        self._update()
         models = sorted({f"`{name}`" for name, _ in self._served})
         silent = [base for base in self._named if base not in self._models]
         text = f"Known models: {_some(models) or 'none'}."
@@ -65,12 +65,12 @@ class GatewayFleet:
     # -- by base URL -------------------------------------------------------------------------------
 
     def bases(self) -> list[str]:
-        self._look()
+        self._update()
         return list(dict.fromkeys((*self._named, *self._models)))
 
     def draining(self) -> frozenset[str]:
         """Return the base URLs at which all workers are draining."""
-        self._look()
+        self._update()
         return frozenset(self._models.keys() - self._working)
 
     def ejected(self) -> frozenset[str]:
@@ -86,7 +86,7 @@ class GatewayFleet:
             ]
         )
 
-    def well(self, workers: Mapping[int, str]) -> Mapping[int, str]:
+    def healthy(self, workers: Mapping[int, str]) -> Mapping[int, str]:
         """Return the workers that are not ejected, or all workers if all are ejected."""
         ejected = self.ejected()
         if not ejected:
@@ -97,13 +97,13 @@ class GatewayFleet:
     def is_complete(self) -> bool:
         """Whether the command line names workers, and all of these are registered and schedulable.
         If so, all models are known. The gateway can then answer that a model does not exist."""
-        self._look()
+        self._update()
         return bool(self._named) and all(base in self._ready for base in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
         """Return the base URLs of the workers that serve the model. If there are none, returns the
         command line's URLs whose models are unknown. None means that any worker may be tried."""
-        self._look()
+        self._update()
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]
@@ -111,16 +111,16 @@ class GatewayFleet:
 
     def ids_of(self, bases: Iterable[str]) -> set[int]:
         """Return the ids of the workers at these base URLs."""
-        self._look()
+        self._update()
         return {each for base in bases for each in self._ids.get(base, ())}
 
     def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
         """Return the base URLs of these workers."""
-        self._look()
+        self._update()
         wanted = set(worker_ids)
         return [base for base, ids in self._ids.items() if ids & wanted]
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         """Reads the catalog again, if a worker has changed."""
         if self._revision == self._catalog.revision:
             return

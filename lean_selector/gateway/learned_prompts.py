@@ -152,7 +152,7 @@ class PromptMemory:
         """The approximate memory in use, in bytes."""
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
-    def look(self, chain: Chain) -> Known:
+    def find(self, chain: Chain) -> Known:
         """Return the block hashes of the longest prefix seen before, and the prompt's length."""
         at, entry = self._deepest(chain)
         averages = self.averages(chain.model)

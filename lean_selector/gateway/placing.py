@@ -324,7 +324,7 @@ class Placing:
                 return
             except UnknownModel as unknown:
                 self._chooser.knows_no(unknown)
-                proxied.unknown = f"{unknown.message} {self._fleet.what_is_known()}"
+                proxied.unknown = f"{unknown.message} {self._fleet.known_text()}"
                 if self._fleet.is_complete:
                     proxied.fail(404, proxied.unknown, "model_not_found")
                     return

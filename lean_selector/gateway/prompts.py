@@ -203,7 +203,7 @@ class Prompts:
             seed = hash_seed(lora_name, request.salt)
             hashes = any_local_hashes(request.ids, served.block_size, seed, None, served.is_eagle)
             return _prompt_of(hashes, len(request.ids) // 4, lora_name), None
-        known = self.memory.look(chain)
+        known = self.memory.find(chain)
         if known.is_whole:
             return _prompt_of(known.hashes, known.tokens, lora_name), None
         why_not = BEGINNING if known.hashes else NEW
@@ -216,7 +216,7 @@ class Prompts:
                 workers = {each: workers[each] for each in worker_ids.intersection(workers)}
             try:
                 tokens_packed = yield self._tokenizer.tokens(
-                    request, lora_name or served.model_name, self._fleet.well(workers)
+                    request, lora_name or served.model_name, self._fleet.healthy(workers)
                 )
             except NotTokenized as error:
                 why_not = error.unknown

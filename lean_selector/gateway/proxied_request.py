@@ -138,7 +138,7 @@ class ProxiedRequest:
         """Finds a worker. Called once; the request may be over when this returns."""
         self._counts.active += 1
         self._counts.retry_budget.add()
-        self._look()
+        self._find_worker()
 
     @property
     def is_over(self) -> bool:
@@ -165,7 +165,7 @@ class ProxiedRequest:
 
     # -- choosing and sending ----------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _find_worker(self) -> None:
         self.state, self._head = State.LOOKING, None
         placing = self._place(self)
         if placing is not None:
@@ -212,11 +212,11 @@ class ProxiedRequest:
         """Answers 504, because no answer has begun in time."""
         use = self.use
         where = "none was free" if use is None else f"{use.endpoint.text} did not answer"
-        self._let_go()
+        self._stop()
         self._last_error = None
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
 
-    def _let_go(self) -> None:
+    def _stop(self) -> None:
         """Stops the search for a worker. If the request was sent, closes the connection to the
         worker, so that the worker stops computing."""
         placing, self.placing = self.placing, None
@@ -443,7 +443,7 @@ class ProxiedRequest:
             if is_whole:
                 reader.end()
         self._counts.hung_up += not is_whole
-        self._let_go()
+        self._stop()
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
@@ -459,7 +459,7 @@ class ProxiedRequest:
             # The worker had just closed the idle connection, which is not a failure.
             counts.stale += 1
             self.attempts -= 1
-            self._look()
+            self._find_worker()
             return
         spent = "the request may be the cause" if is_cause else "too many requests were retried"
         self._note(reason, "another is tried" if may_retry else spent)
@@ -472,7 +472,7 @@ class ProxiedRequest:
             self.fail(502, f"{self.why}; {spent}", "bad_gateway")
             return
         counts.retries[how] += 1
-        self._look()
+        self._find_worker()
 
     def _finish(self, outcome: str | None) -> None:
         """Ends the request and its use (claim on a worker). Must be called only once."""

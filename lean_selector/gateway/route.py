@@ -140,9 +140,9 @@ class RouteHandler:
     async def _route(
         self, path: str, body: bytes, reservation_id: str, pending: LaterReply, has_body: bool
     ) -> None:
-        def tell(found: object) -> None:
+        def answer_with(found: object) -> None:
             if isinstance(found, Selection):
-                response = self._told(found, reservation_id, routed, has_body)
+                response = self._reply_of(found, reservation_id, routed, has_body)
             elif isinstance(found, SelectorError):
                 pending.fault = found
                 response = error_of(found)
@@ -160,11 +160,11 @@ class RouteHandler:
             found = error
         if isinstance(found, Queued):
             found.wait_with(pending)
-            found.on_answer(tell)
+            found.on_answer(answer_with)
         else:
-            tell(found)
+            answer_with(found)
 
-    def _told(
+    def _reply_of(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
         """Return the answer for a reservation. Frees the reservation if no answer can be made."""

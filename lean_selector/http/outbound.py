@@ -175,7 +175,7 @@ class Exchange:
         finally:
             self._news = None
 
-    def _tell(self) -> None:
+    def _wake(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
@@ -183,7 +183,7 @@ class Exchange:
 
     def on_head(self, head: AnswerHead) -> bool:
         self.status = head.status
-        self._tell()
+        self._wake()
         return True
 
     def on_body(self, data: bytes, is_last: bool) -> None:
@@ -191,15 +191,15 @@ class Exchange:
         self._waiting_bytes += len(data)
         if self._waiting_bytes > MOST_WAITING_BYTES:
             self._connection.pause()
-        self._tell()
+        self._wake()
 
     def on_end(self) -> None:
         self._is_over = True
-        self._tell()
+        self._wake()
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
         self._failure = reason
-        self._tell()
+        self._wake()
 
 
 class Lines:

@@ -180,7 +180,7 @@ class HttpProtocol(asyncio.Protocol):
         self._connections.forget(self)
         self._holds |= _ENDED
         self._hang_up()
-        self._let_go()
+        self._free_queued()
 
     # called by Connections
 
@@ -373,10 +373,10 @@ class HttpProtocol(asyncio.Protocol):
     def _schedule(self) -> None:
         """Continue with queued requests in a later turn of the loop, after other connections."""
         self._holds |= _SCHEDULED
-        self._connections.put_off(self._go_on)
+        self._connections.put_off(self._continue)
         self._update_reading()
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         self._holds &= ~_SCHEDULED
         self._proceed()
 
@@ -425,7 +425,7 @@ class HttpProtocol(asyncio.Protocol):
         """Close the connection after the last write. `lingers`: half-close, and wait until the
         client closes."""
         self._holds |= _ENDED
-        self._let_go()
+        self._free_queued()
         self.since = self._connections.now
         self._unwritten_bytes = self.transport.get_write_buffer_size()
         if lingers and not self._got_eof and self.transport.can_write_eof():
@@ -434,7 +434,7 @@ class HttpProtocol(asyncio.Protocol):
         else:
             self.transport.close()
 
-    def _let_go(self) -> None:
+    def _free_queued(self) -> None:
         """Free the memory of requests that will not be handled."""
         self._queue.clear()
         self._reader.drop()

@@ -247,7 +247,7 @@ class RequestReader:
         if block is not None and len(text) <= _MAX_REMEMBERED_BLOCK_BYTES:
             if not names:
                 self._remember(text, block)
-            elif _each_stands_once(names, text):
+            elif _each_occurs_once(names, text):
                 if len(names) == 1 and names[0][0] in b"cC":
                     block.frame = LengthFrame(b"%b\r\n%b: " % (parts[0], names[0]), parts[3], block)
                 self._remember(shape, block)
@@ -366,7 +366,7 @@ class RequestReader:
         self.is_unfinished = self.wants_continue = self.notice = False
 
 
-def _each_stands_once(names: list[bytes], text: bytes) -> bool:
+def _each_occurs_once(names: list[bytes], text: bytes) -> bool:
     """Whether each header name of `names` occurs only once in the header section `text`."""
     lines = text.lower()
     return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)

@@ -144,7 +144,7 @@ class TlsConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         inside = self._inside
         if self._is_deaf:
-            self._hear_on(data)
+            self._drop_input(data)
         elif inside is None:
             self._greet(data)
         elif self._got_eof:
@@ -174,7 +174,7 @@ class TlsConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         inside, self._inside = self._inside, None
         self._is_deaf = True
-        self._let_go()
+        self._free_early()
         if inside is not None:
             inside.connection_lost(exc)
             return
@@ -218,17 +218,17 @@ class TlsConnection(asyncio.Protocol):
         if self.held_bytes > _MAX_GREETING_BYTES:
             self._raw.pause_reading()  # until its turn of deferred work
         if not self._early:
-            self._door.connections.put_off(self._go_on)
+            self._door.connections.put_off(self._continue_handshake)
         self._early += data
         self._door.connections.make_room()
 
-    def _let_go(self) -> None:
+    def _free_early(self) -> None:
         """Free the input received during the handshake."""
         self._door.connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
         self._early = bytearray()
 
-    def _go_on(self) -> None:
+    def _continue_handshake(self) -> None:
         """Continue the handshake with the stored input. OpenSSL takes 0.25 ms with an ECDSA key,
         and 0.5 ms with a 2048-bit RSA key."""
         if self._is_deaf or self._raw.is_closing():
@@ -263,7 +263,7 @@ class TlsConnection(asyncio.Protocol):
     def _open(self) -> None:
         door = self._door
         door.counts.completed += 1
-        self._let_go()
+        self._free_early()
         door.connections.forget(self)
         self._inside = inside = door.new_protocol()
         inside.connection_made(cast(asyncio.BaseTransport, self))
@@ -276,7 +276,7 @@ class TlsConnection(asyncio.Protocol):
         """Count a failed handshake, and half-close. (A reset could overtake the TLS alert.)"""
         self._count(reason, text)
         self._is_deaf = True
-        self._let_go()
+        self._free_early()
         self.since = self._door.connections.now
         if not self._raw.is_closing():
             self._raw.write_eof()
@@ -322,7 +322,7 @@ class TlsConnection(asyncio.Protocol):
         if inside is None or self._raw.is_closing():
             return
         if self._is_deaf:
-            self._hear_on(data)
+            self._drop_input(data)
         else:
             self._decrypt(inside, data)
         if not self._is_put_off and not self._is_paused and not self._raw.is_closing():
@@ -363,7 +363,7 @@ class TlsConnection(asyncio.Protocol):
                 self.close()
         return self._keeps_open
 
-    def _hear_on(self, data: bytes) -> None:
+    def _drop_input(self, data: bytes) -> None:
         """Drop input after the last answer or a failed handshake. Abort if there is too much."""
         inside = self._inside
         if inside is not None:
@@ -414,7 +414,7 @@ class TlsConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._is_deaf = self._is_told = True
-        self._let_go()
+        self._free_early()
         self._raw.abort()
 
     def is_closing(self) -> bool:

@@ -103,7 +103,7 @@ class Trust:
             if self._context is None or held != self._held:
                 # Only after a change: to load the system's CAs takes some 20 ms.
                 self._held, self._is_unfit = held, True
-                self._context = self._made()
+                self._context = self._new_context()
                 self._is_unfit = False
             self._complains = self._is_unfit
         except OSError as error:
@@ -114,7 +114,7 @@ class Trust:
             self._complains = True
         return self._context
 
-    def _made(self) -> ssl.SSLContext:
+    def _new_context(self) -> ssl.SSLContext:
         try:
             context = ssl.create_default_context(cafile=self._ca_file)
         except ssl.SSLError as error:

@@ -362,8 +362,8 @@ class Link:
         self._open(address, key)
         try:
             async with asyncio.timeout(None) as self._news:
-                self._hear()
-                return await self._look_into(address, is_name)
+                self._read_monitor()
+                return await self._find_out_why(address, is_name)
         except TimeoutError:
             if self._step is _Step.READY:
                 return None
@@ -371,7 +371,7 @@ class Link:
         finally:
             self._news = None
 
-    async def _look_into(self, address: Address, is_name: bool) -> str:
+    async def _find_out_why(self, address: Address, is_name: bool) -> str:
         """While libzmq cannot connect to `address`, find out why. Return a reason to stop."""
         pause_s = LOOK_FIRST_S
         while True:
@@ -433,13 +433,13 @@ class Link:
             made.monitor(monitored, _EVENTS)
             monitor = self._monitor = self._links.socket(zmq.PAIR)
             monitor.connect(monitored)
-            asyncio.get_running_loop().add_reader(monitor.fileno(), self._hear)
+            asyncio.get_running_loop().add_reader(monitor.fileno(), self._read_monitor)
             made.connect(_endpoint(address))
             self._opening(made)
         except zmq.ZMQError as error:
             raise OSError(error.errno, error.strerror) from None
 
-    def _hear(self) -> None:
+    def _read_monitor(self) -> None:
         """Read libzmq's reports. The end of an attempt wakes `_shake_hands`."""
         with contextlib.suppress(zmq.Again):
             while self._monitor is not None and not self._monitor.closed:
@@ -559,7 +559,7 @@ async def why_unreachable(address: Address) -> str | None:
 HTTP: Final = b"HTTP/"
 
 
-async def said_at(address: Address) -> bytes:
+async def first_bytes_at(address: Address) -> bytes:
     """Return `HTTP/` if an HTTP server listens, else the reply to a ZMTP greeting (b"": none)."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
@@ -577,7 +577,7 @@ def is_greeting(said: bytes) -> bool:
 
 async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
     """Return why a ZMTP handshake with the listener at `address` failed; None if unknown."""
-    said = await said_at(address)
+    said = await first_bytes_at(address)
     if said == HTTP:
         return "it speaks HTTP, not ZMQ"
     if len(said) < _GREETING_BYTES or not is_greeting(said):

@@ -286,18 +286,18 @@ class ReplicaSync:
 
     def _handle(self, frames: list[bytes], now: float) -> None:
         if frames[0] == HEARTBEAT_TOPIC:
-            self._hear_heartbeat(frames, now)
+            self._receive_heartbeat(frames, now)
             return
         self.received += 1
         if frames[0] == SESSION_TOPIC and self._on_session is not None:
-            self._hear_session(self._on_session, frames, now)
+            self._receive_session(self._on_session, frames, now)
             return
         try:
             event = decode_event(payload_of(frames))
         except UndecodableFrames as error:
             self._refuse(error, now)
         else:
-            self._hear(event, now)
+            self._receive(event, now)
 
     def _refuse(self, error: UndecodableFrames, now: float) -> None:
         if isinstance(error, TooBig):
@@ -307,7 +307,7 @@ class ReplicaSync:
             self.undecodable += 1
             self._warnings.warn(now, "undecodable", str(error))
 
-    def _hear(self, event: ReplicaEvent, now: float) -> None:
+    def _receive(self, event: ReplicaEvent, now: float) -> None:
         try:
             verdict = self._on_event(event, now)
         except Exception:
@@ -317,9 +317,9 @@ class ReplicaSync:
         if event.sequence is not None and event.router_id != self._router_id:
             missed = self.heard.event(event.router_id, event.sequence, now)
             if missed:
-                self._tell_missed(event.router_id, missed, now)
+                self._log_missed(event.router_id, missed, now)
 
-    def _hear_session(
+    def _receive_session(
         self,
         on_session: Callable[[SessionEvent, float], SessionVerdict],
         frames: list[bytes],
@@ -332,7 +332,7 @@ class ReplicaSync:
             return
         self._warnings.judge(event, on_session(event, now), now)
 
-    def _hear_heartbeat(self, frames: list[bytes], now: float) -> None:
+    def _receive_heartbeat(self, frames: list[bytes], now: float) -> None:
         try:
             beat = decode_heartbeat(frames)
         except UndecodableFrames as error:
@@ -341,9 +341,9 @@ class ReplicaSync:
         if beat.router_id != self._router_id:
             missed = self.heard.heartbeat(beat.router_id, beat.lean_sequence, now)
             if missed:
-                self._tell_missed(beat.router_id, missed, now)
+                self._log_missed(beat.router_id, missed, now)
 
-    def _tell_missed(self, router_id: int, missed: int, now: float) -> None:
+    def _log_missed(self, router_id: int, missed: int, now: float) -> None:
         self._warnings.warn(now, "never arrived", f"{missed} from router {router_id}", missed)
         self._on_missed()
 

@@ -154,7 +154,7 @@ class CatchingUp:
 
         def take(line: bytes) -> None:
             listed = decode_session_line(line)
-            sessions.hear(listed.event, time.monotonic(), listed.idle_s)
+            sessions.apply(listed.event, time.monotonic(), listed.idle_s)
 
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list

@@ -62,7 +62,7 @@ class Examination:
 
     def __post_init__(self) -> None:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
-        self._knocked: set[tuple[str, str]] = set()  # a port of two ranks is tried once
+        self._checked_ports: set[tuple[str, str]] = set()  # a port of two ranks is tried once
         self._deaf_ports: set[str] = set()
         self.endpoints: dict[str, str | None] = {}  # subject -> endpoint, once it ran
 
@@ -75,7 +75,7 @@ class Examination:
             facts = await self.selector.facts()  # a source that was silent may have published since
         sources = facts.sources or []
         asked = [self._ask(worker, sources) for worker in facts.workers if worker.endpoint]
-        knocked = [self._knock(source) for source in sources]
+        knocked = [self._check_ports(source) for source in sources]
         lists = [*await asyncio.gather(*asked), *await asyncio.gather(*knocked), probed]
         facts.deaf_ports = self._deaf_ports
         self.endpoints = {f"worker {each.worker_id}": each.endpoint for each in facts.workers}
@@ -92,15 +92,15 @@ class Examination:
                 mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
                 return [Finding(Level.ERROR, f"worker {worker.worker_id}", what, mend)]
 
-    async def _knock(self, source: KvSource) -> list[Finding]:
+    async def _check_ports(self, source: KvSource) -> list[Finding]:
         subject = subject_of(source)
 
         found: list[Finding] = []
 
         async def port(field: str, endpoint: str) -> str | None:
-            if (field, endpoint) in self._knocked:
+            if (field, endpoint) in self._checked_ports:
                 return None
-            self._knocked.add((field, endpoint))
+            self._checked_ports.add((field, endpoint))
             found.append(await judge_port(self.resolve, subject, field, endpoint, self.patience_s))
             return found[-1].level
 

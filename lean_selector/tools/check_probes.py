@@ -112,7 +112,7 @@ class Probes:
                 return None
             except (OutboundFailed, msgspec.DecodeError) as error:
                 return Finding(Level.ERROR, "selector", f"POST /overlap_scores: {error}")
-        return _came(probe)
+        return _arrived(probe)
 
     async def _complete(self, probe: Probe) -> None:
         body = {"model": probe.worker.model_name, "prompt": probe.prompt, "max_tokens": 1}
@@ -136,7 +136,7 @@ class Probes:
             cached = await ask(probe.worker, probe.prompt)
             as_registered = {each for each, blocks in cached.items() if blocks >= probe.blocks}
             if worker_id in as_registered:
-                return _came(probe)  # they arrived late
+                return _arrived(probe)  # they arrived late
             if as_registered:
                 self._exchanged.add(worker_id)
                 return _taken_for(probe, min(as_registered))
@@ -231,7 +231,7 @@ class Probes:
         return one == other or endpoints[0] == endpoints[1]
 
 
-def _came(probe: Probe) -> Finding:
+def _arrived(probe: Probe) -> Finding:
     what = f"the {probe.blocks} blocks of a completion arrived in the index as events"
     return Finding(Level.OK, probe.subject, what)
 

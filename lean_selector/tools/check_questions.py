@@ -11,7 +11,7 @@ from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
-from lean_selector.links.link import HTTP, is_greeting, said_at, why_unreachable
+from lean_selector.links.link import HTTP, first_bytes_at, is_greeting, why_unreachable
 from lean_selector.links.links import Links
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.findings import CheckedReadiness, CheckedWorker, Finding, SelectorFacts
@@ -63,7 +63,7 @@ class AskedSelector:
                 readiness = msgspec.json.decode(ready.body, type=CheckedReadiness)
             except msgspec.DecodeError:  # another service may answer anything
                 readiness = CheckedReadiness()
-            workers = await self._told("/workers?detail=true", list[CheckedWorker])
+            workers = await self._fetch("/workers?detail=true", list[CheckedWorker])
             return SelectorFacts(
                 ready.status == 200,
                 workers,
@@ -77,20 +77,20 @@ class AskedSelector:
     async def fleet(self) -> Fleet:
         """Return the answer of GET /fleet. Raises NotASelector."""
         try:
-            return await self._told("/fleet", Fleet)
+            return await self._fetch("/fleet", Fleet)
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
 
     async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
         """Return the answer of GET `path`, or None if the service does not have this route."""
         try:
-            return await self._told(path, kind)
+            return await self._fetch(path, kind)
         except OutboundFailed as error:
             if error.status in _NOT_SERVED:
                 return None
             raise
 
-    async def _told(self, path: str, kind: type[T]) -> T:
+    async def _fetch(self, path: str, kind: type[T]) -> T:
         """Return the decoded answer of GET `path`. Raises OutboundFailed and NotASelector."""
         url = f"{self.url}{path}"
         try:
@@ -155,7 +155,7 @@ async def _judged_port(
             for address in await resolve(*target):
                 why = await why_unreachable(address)
                 if why is None:
-                    said = await said_at(address)
+                    said = await first_bytes_at(address)
                     break
     except TimeoutError:
         why = f"no connection in {timeout_s:g} s"

@@ -71,10 +71,10 @@ def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> 
 def _row(name: str, requests: Sequence[SimulatedRequest], engines: Sequence[BatchingEngine]) -> Row:
     work = [engine.computed_tokens for engine in engines]
     hits = sum(request.hit_tokens for request in requests)
-    return _made(name, [request.ttft_s for request in requests], hits, work)
+    return _row_of(name, [request.ttft_s for request in requests], hits, work)
 
 
-def _made(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> Row:
+def _row_of(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> Row:
     ordered, even = sorted(ttft_s), max(work) * len(work) / max(1, sum(work))
     p50_s, p99_s = percentile(ordered, 0.5), percentile(ordered, 0.99)
     return Row(name, ttft_s, p50_s, p99_s, hits, sum(work), even)
@@ -102,7 +102,7 @@ def observed(recording: Recording) -> Row:
         hits += cached
         work[recording.engine_of(line) - 1] += line.input_length - cached
     ttft = [each for line in recording.lines if (each := ttft_s(line)) is not None]
-    return _made("observed", ttft, hits, work)
+    return _row_of("observed", ttft, hits, work)
 
 
 def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
@@ -178,7 +178,7 @@ def run(
         options.settings = settings_of(recording.settings, getattr(options, "set", None) or ())
         token_s = None if options.token_ms is None else options.token_ms / 1e3
         engines = calibrated(recording, options.capacity, options.prefill_tokens_per_s, token_s)
-        print("\n".join(_about(recording, engines)), flush=True)
+        print("\n".join(_summary(recording, engines)), flush=True)
         figures = report(options, recording, engines)
         if options.json is not None:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
@@ -200,7 +200,7 @@ def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
         raise ServiceError(f"--set: {error}") from None
 
 
-def _about(recording: Recording, engines: Engines) -> list[str]:
+def _summary(recording: Recording, engines: Engines) -> list[str]:
     lines, fleet = recording.lines, engines.fleet
     took_s = (lines[-1].timestamp - lines[0].timestamp) / 1e3
     chose = ", chosen by another balancer" if recording.is_shadow else ""

@@ -204,7 +204,7 @@ class _Router:
         self.partition = self.selector.catalog.ready_partition(MODEL, "default")
         self._applier = ReplicaApplier(number, self.selector.scheduling_partition)
 
-    def hear(self, event: ReplicaEvent, now: float) -> None:
+    def apply(self, event: ReplicaEvent, now: float) -> None:
         self._applier.apply(event, now)
         request_id = event.spec.request_id
         self.selector.load_changed(event.model_name, event.tenant_id, request_id, now)
@@ -288,7 +288,7 @@ class Simulation:
         for number, router in enumerate(self._routers):
             if number != sender:
                 at = self._now + self._sync_s
-                self._do_at(at, partial(router.hear, event, at))
+                self._do_at(at, partial(router.apply, event, at))
 
     def _arrive(self, request: SimulatedRequest, router: _Router) -> None:
         local, selector = request.local_hashes, router.selector

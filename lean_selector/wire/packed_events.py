@@ -220,7 +220,7 @@ class _Reader:
             elif field == _SALT:
                 self._salt = self._text()
             elif field == _LOCALITY:
-                self._here()
+                self._check_locality()
             elif field == _GROUP:
                 self._group = self._below(1 << 31)
             elif field == _KIND and is_stored:
@@ -250,7 +250,7 @@ class _Reader:
         if fields > 11 and not self._passes_nil():
             self._below(1 << 31)  # a sliding window: unused
         if fields > 12:
-            self._here()
+            self._check_locality()
         if fields > 13:
             self._unused()  # ownership
         if fields > 14:
@@ -304,7 +304,7 @@ class _Reader:
         if fields > 3 and not self._passes_nil():
             self._group = self._below(1 << 31)
         if fields > 4:
-            self._here()  # older layouts have the kind here
+            self._check_locality()  # older layouts have the kind here
         if fields > 5:
             self._unused()  # ownership
         self._step_over(fields - 6)
@@ -461,7 +461,7 @@ class _Reader:
             raise _Unusual
         return self._data[start : self._at].decode()
 
-    def _here(self) -> None:
+    def _check_locality(self) -> None:
         """Read the locality of an event's blocks. Raises _Unusual unless it is LOCAL or nil."""
         word = self._text()
         if word is not None and word.upper() != "LOCAL":

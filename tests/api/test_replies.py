@@ -64,5 +64,5 @@ def test_what_goes_wrong_with_an_answer_is_not_the_matter_of_who_lets_it_go() ->
         waiting = Queue().add(SelectionRequest(prompt_of([], 1), TERMS), 0.0)
         answer = sent(200, Queued(waiting, shape, lambda: 0.0, 0))
         assert isinstance(answer, LaterReply)
-        waiting.tell(Placement(1, 0, "", 4, Overlap(0, 0, {}, 0, 0), 0))
+        waiting.set_answer(Placement(1, 0, "", 4, Overlap(0, 0, {}, 0, 0), 0))
         assert parts(answer.response)[::2] == told

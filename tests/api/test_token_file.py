@@ -56,7 +56,7 @@ def everything_in(thing: Any) -> list[Any]:
 def test_the_plain_text_is_not_kept(path: Path) -> None:
     tokens = AccessTokens(str(path))
     role_of(tokens, b"operator.2")
-    tokens.look(again=True)
+    tokens.reload(again=True)
     parts = everything_in(tokens)
     assert str(path) in parts  # it is all there
     assert digest_of(b"operator.2") in parts
@@ -114,7 +114,7 @@ def test_a_change_is_taken_over_in_place(path: Path) -> None:
     roles = tokens.roles
     assert role_of(tokens, b"operator.2") is ADMIN
     path.write_bytes(b"read operator.2\nadmin new\n")
-    tokens.look()
+    tokens.reload()
     assert tokens.roles is roles
     assert role_of(tokens, b"operator.2") is READ
     assert role_of(tokens, b"new") is ADMIN
@@ -128,9 +128,9 @@ def test_a_change_that_does_not_show_is_taken_over_when_it_is_told(path: Path) -
     with open(path, "r+b") as file:
         file.write(FILE.replace(b"operator.2", b"operator.3"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    tokens.look()
+    tokens.reload()
     assert role_of(tokens, b"operator.3") is OPEN
-    tokens.look(again=True)
+    tokens.reload(again=True)
     assert role_of(tokens, b"operator.3") is ADMIN
     assert role_of(tokens, b"operator.2") is OPEN
 
@@ -141,8 +141,8 @@ def test_a_file_that_breaks_leaves_the_tokens_and_is_complained_of_once(
     tokens = AccessTokens(str(path))
     caplog.set_level(logging.INFO, "lean_selector.access")
     path.write_bytes(b"read secret\nsecret2\n")
-    tokens.look()
-    tokens.look()
+    tokens.reload()
+    tokens.reload()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert f"{path}, line 2: " in record.getMessage()
@@ -150,11 +150,11 @@ def test_a_file_that_breaks_leaves_the_tokens_and_is_complained_of_once(
     assert role_of(tokens, b"operator.2") is ADMIN
     assert role_of(tokens, b"secret") is OPEN
     path.unlink()
-    tokens.look()
-    tokens.look()
+    tokens.reload()
+    tokens.reload()
     assert len(caplog.records) == 1 + 1
     assert role_of(tokens, b"operator.2") is ADMIN
     path.write_bytes(b"read new\n")
-    tokens.look()
+    tokens.reload()
     assert caplog.records[-1].getMessage() == "tokens were read again"
     assert role_of(tokens, b"operator.2") is OPEN

@@ -105,7 +105,7 @@ def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
         caplog.clear()
         counts.failures[reason] += 1
         counts.last_failure = last
-        handshakes.look(now)
+        handshakes.log_failures(now)
         names = ("timeout", "closed", "last")
         return [{n: vars(r)[n] for n in names if n in vars(r)} for r in caplog.records]
 
@@ -114,7 +114,7 @@ def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
     assert fails("closed", "c", 109.0) == []
     assert fails("closed", "d", 110.0) == [{"timeout": 1, "closed": 2, "last": "d"}]
     caplog.clear()
-    handshakes.look(200.0)
+    handshakes.log_failures(200.0)
     assert caplog.records == []
 
 
@@ -154,7 +154,7 @@ async def test_a_pair_that_fits_again_is_taken_over_and_a_broken_one_is_not(
     def looked_at() -> list[object]:
         """What is counted and shown after two looks, the first of which may be amid a change."""
         for _ in range(2):
-            tls.look(0.0)
+            tls.reload_changed(0.0)
         return [counts.reloads, counts.reload_failures, counts.not_after]
 
     files.write(OURS.issue(HOST, not_after=first))

@@ -132,7 +132,7 @@ def main() -> None:
             body = json.dumps({"model": "m", "messages": messages}).encode()
             began = time.thread_time()
             chain = Chain(SERVED, None, ModelRequest("/v1/chat/completions", body))
-            known = memory.look(chain)
+            known = memory.find(chain)
             looks += time.thread_time() - began
             prompt, answer = ids(rendered(messages)), text(rng.randrange(20, 200))
             told, cached = engine.has(known.hashes), engine.cached(prompt)

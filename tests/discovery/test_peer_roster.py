@@ -82,9 +82,9 @@ def test_what_a_replica_is_advertised_as_is_itself(mesh: Mesh) -> None:
 def test_who_is_found_no_more_leaves_after_the_grace(mesh: Mesh, roster: PeerRoster) -> None:
     roster.found("one", [A, B], [], 0.0)
     roster.found("one", [B], [], 1.0)
-    roster.look(GRACE_S)
+    roster.sweep(GRACE_S)
     assert len(mesh.registered) == 2
-    roster.look(1.0 + GRACE_S)
+    roster.sweep(1.0 + GRACE_S)
     assert (mesh.registered, mesh.urls) == (["tcp://10.0.0.2:9092"], ["http://10.0.0.2:8092"])
     roster.found("one", [], [B], 20.0)
     assert (mesh.registered, mesh.urls) == ([], [])
@@ -94,7 +94,7 @@ def test_who_is_found_twice_stays_while_one_finds_it(mesh: Mesh, roster: PeerRos
     roster.found("one", [A], [], 0.0)
     roster.found("two", [A], [], 0.0)
     roster.found("one", [], [A], 0.0)
-    roster.look(2 * GRACE_S)
+    roster.sweep(2 * GRACE_S)
     assert mesh.registered == ["tcp://10.0.0.1:9092"]
 
 
@@ -114,7 +114,7 @@ def test_who_is_removed_over_http_stays_away_until_found_anew(
     roster.found("one", [A], [], 1.0)
     assert (states(roster), mesh.registered, mesh.urls) == (["removed"], [], [])
     roster.found("one", [], [], 2.0)
-    roster.look(2.0 + GRACE_S)
+    roster.sweep(2.0 + GRACE_S)
     roster.found("one", [A], [], 20.0)
     assert mesh.registered == ["tcp://10.0.0.1:9092"]
 
@@ -131,7 +131,7 @@ def test_who_is_refused_for_too_many_joins_when_another_has_left(
     roster.found("one", [A, B], [], 0.0)
     assert states(roster) == ["registered", "refused"]
     roster.found("one", [B], [], 1.0)
-    roster.look(1.0 + GRACE_S)
+    roster.sweep(1.0 + GRACE_S)
     assert (states(roster), mesh.urls) == (["registered"], ["http://10.0.0.2:8092"])
     assert roster.known()[0].error is None
     assert caplog.text.count("full") == 1

@@ -63,11 +63,11 @@ class Driven:
         return next(each for each in self.roster if each.key == key)
 
     def hear(self, key: str, engine: Particulars = ENGINE) -> None:
-        self.roster.heard(self.known(key), engine)
+        self.roster.engine_answered(self.known(key), engine)
 
     def later(self, seconds: float) -> None:
         self.selecting.now += seconds
-        self.roster.look(self.selecting.now)
+        self.roster.sweep(self.selecting.now)
 
     def post(self, worker_id: int, **fields: Any) -> None:
         """As POST /workers."""

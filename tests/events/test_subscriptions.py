@@ -13,24 +13,24 @@ from tests.support.on_loop import faults, on_loop, until
 
 
 @on_loop
-async def test_a_source_that_cannot_be_looked_at_keeps_no_other_from_being_looked_at(
+async def test_a_source_that_cannot_be_checked_keeps_no_other_from_being_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     failed = faults()
-    looked_at: dict[int, int] = {1: 0, 2: 0}
+    checked: dict[int, int] = {1: 0, 2: 0}
 
-    def look(listener: KvListener, now: float) -> None:
+    def check(listener: KvListener, now: float) -> None:
         worker_id = listener.ingest.worker_id
-        looked_at[worker_id] += 1
+        checked[worker_id] += 1
         if worker_id == 1:
             raise RuntimeError("a bug")
 
-    monkeypatch.setattr(KvListener, "look", look)
-    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(KvListener, "check_condition", check)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.001)
     subscriptions = KvSubscriptions(Links())
     partition = Partition("m", "t", 4, False, KvIndex(4))
-    for worker_id in looked_at:
+    for worker_id in checked:
         subscriptions.subscribe(partition, worker_id, 0, Source("tcp://127.0.0.1:1", None))
-    await until(lambda: min(looked_at.values()) >= 3)
+    await until(lambda: min(checked.values()) >= 3)
     await subscriptions.close()
     assert {str(error) for error in failed} == {"a bug"}

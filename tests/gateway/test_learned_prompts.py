@@ -47,7 +47,7 @@ class Engine:
         self.cached.append(local_hashes(prompt + output, BLOCK_SIZE))
 
     def known(self, messages: list[Message], **fields: Any) -> Known:
-        return self.memory.look(chain_of(messages, **fields))
+        return self.memory.find(chain_of(messages, **fields))
 
     def cached_blocks(self, messages: list[Message], **fields: Any) -> int:
         """How many blocks of a prompt were computed before."""
@@ -272,7 +272,7 @@ def test_a_prompt_that_became_other_tokens_is_known_by_the_newest() -> None:
     memory.learn(chain_of(first), packed(old))
     memory.learn(chain_of(longer), packed([*old, *range(200, 220)]))
     memory.learn(chain_of(first), packed(new))
-    known = memory.look(chain_of(first))
+    known = memory.find(chain_of(first))
     assert (known.is_whole, known.tokens) == (True, len(new))
     assert known.hashes == local_hashes(new, BLOCK_SIZE)
 
@@ -284,16 +284,16 @@ def test_a_long_prompt_keeps_its_hashes_when_what_goes_on_from_it_has_none_of_th
     memory.learn(chain_of(first), packed(old))
     memory.learn(chain_of(longer), packed(new))
     for messages, tokens in ((first, old), (longer, new)):
-        known = memory.look(chain_of(messages))
+        known = memory.find(chain_of(messages))
         assert (known.is_whole, known.hashes) == (True, local_hashes(tokens, BLOCK_SIZE))
 
 
 def test_a_prompt_of_no_bytes_says_nothing_of_tokens_per_byte() -> None:
     memory, other = PromptMemory(1 << 20), chain_of([said("user", " word" * 400)])
-    before = memory.look(other).tokens
+    before = memory.find(other).tokens
     memory.learn(chain_of([]), packed([1, 2, 3, 4, 5, 6, 7, 8]))
-    assert memory.look(chain_of([])).is_whole
-    assert memory.look(other).tokens == before + 8  # those that any prompt begins with
+    assert memory.find(chain_of([])).is_whole
+    assert memory.find(other).tokens == before + 8  # those that any prompt begins with
 
 
 @pytest.mark.parametrize("long_ones", [0, 3])
@@ -321,7 +321,7 @@ def test_of_a_thousand_models_the_first_ones_averages_are_forgotten() -> None:
 
     def estimate(model: str) -> int:
         served = Served(model, "default", BLOCK_SIZE, False, {})
-        return memory.look(Chain(served, None, ModelRequest(CHAT, body))).tokens
+        return memory.find(Chain(served, None, ModelRequest(CHAT, body))).tokens
 
     memory = PromptMemory(1 << 20)
     default = estimate("m")
@@ -341,7 +341,7 @@ def test_a_prompt_that_shares_a_key_with_another_by_chance_is_looked_up_all_the_
     memory.learn(known, packed(list(range(40))))
     other = chain_of([said("user", " two")])
     other.keys[:] = [123, known.keys[-1]]
-    assert memory.look(other).hashes == local_hashes(list(range(40)), BLOCK_SIZE)
+    assert memory.find(other).hashes == local_hashes(list(range(40)), BLOCK_SIZE)
 
 
 def test_its_memory_is_what_it_says() -> None:

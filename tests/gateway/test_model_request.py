@@ -85,7 +85,7 @@ def test_any_json_is_read_or_refused_by_the_field(
     additions.mark_salt(request, forwards)
     if request.why_not is None and request.kind is not Kind.IDS:
         memory = PromptMemory(1 << 20)
-        assert memory.look(Chain(SERVED, None, request)).tokens >= 1
+        assert memory.find(Chain(SERVED, None, request)).tokens >= 1
         for asked in ("/tokenize", f"{path}/render"):
             assert json.loads(tokens_body(request, "m", asked))["model"] == "m"
     additions.ask_for_ids(request, lambda prompt, output: None)

@@ -66,8 +66,8 @@ def test_a_worker_that_the_selector_has_ejected_is_passed_over_while_there_are_o
         selector.health.polled(1, "it is silent", 0.0)
     assert in_turn() == {TWO}
     assert fleet.ejected() == {ONE}
-    assert fleet.well({1: ONE, 2: TWO}) == {2: TWO}
-    assert fleet.well({1: ONE}) == {1: ONE}
+    assert fleet.healthy({1: ONE, 2: TWO}) == {2: TWO}
+    assert fleet.healthy({1: ONE}) == {1: ONE}
     known.rotation.ejected = frozenset({ONE, TWO})
     assert known.rotation.next((), None) is not None
 

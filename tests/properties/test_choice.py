@@ -126,7 +126,7 @@ class Fleet(msgspec.Struct, frozen=True):
                 held += len(names)
             if state.believed:
                 if partition.predicted is None:
-                    partition.predicted = partition.index.beside()
+                    partition.predicted = partition.index.empty_copy()
                 names = PATH[: state.believed]
                 partition.predicted.store(*rank, Tier.DEVICE, None, names, pack(names))
             if self.seconds_per_token:

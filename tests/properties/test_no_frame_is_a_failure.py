@@ -114,7 +114,7 @@ def test_a_frame_of_sessions_may_be_anything(payloads: list[bytes]) -> None:
     table = SessionTables(SessionSettings(ttl_s=60.0)).new_table("m", "t")
     for number, payload in enumerate(payloads):
         with contextlib.suppress(UndecodableFrames):
-            table.hear(decode_session([SESSION_TOPIC, payload]), float(number))
+            table.apply(decode_session([SESSION_TOPIC, payload]), float(number))
         assert len(table) <= number + 1
         assert len(list(table.live(float(number)))) <= len(table)
     table.sweep(10_000.0, 100)

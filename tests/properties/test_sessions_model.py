@@ -111,7 +111,7 @@ class Sessions(RuleBasedStateMachine):
         writer_id=st.sampled_from([OURS - 1, OURS + 1]),
         idle_s=st.sampled_from([0.0, 0.0, 4.0, TTL_S]),
     )
-    def hear(
+    def apply(
         self,
         session_id: str,
         worker_id: int,
@@ -121,7 +121,7 @@ class Sessions(RuleBasedStateMachine):
         idle_s: float,
     ) -> None:
         event = SessionEvent("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
-        verdict = self.table.hear(event, self.now, idle_s)
+        verdict = self.table.apply(event, self.now, idle_s)
         if sequence > MAX_SEQUENCE or idle_s >= TTL_S:
             assert verdict in (SessionVerdict.SEQUENCE, SessionVerdict.EXPIRED)
             return
@@ -189,7 +189,7 @@ def test_replicas_that_have_heard_everything_agree(data: st.DataObject) -> None:
     def deliver(link: tuple[int, int]) -> None:
         speaker, hearer = link
         if links[link] < len(outboxes[speaker]):
-            tables[hearer].hear(outboxes[speaker][links[link]], 0.0)
+            tables[hearer].apply(outboxes[speaker][links[link]], 0.0)
             links[link] += 1
 
     for number in range(data.draw(st.integers(1, 12))):

@@ -29,7 +29,16 @@ class EngineHashes:
     (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,
     8 bytes per name, little-endian. A single name is an int."""
 
-    __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "retold", "rows")
+    __slots__ = (
+        "alias_at",
+        "aliases",
+        "copies",
+        "copies_revision",
+        "extra",
+        "listed",
+        "renamed",
+        "rows",
+    )
 
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
@@ -42,7 +51,7 @@ class EngineHashes:
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
         self.extra = 0  # number of further names and copies
-        self.retold = 0  # how often events changed a number of copies
+        self.copies_revision = 0  # how often events changed a number of copies
         # Strands with a block that lost its first name and got a further name in its place.
         self.renamed: list[int] = []
 
@@ -108,7 +117,7 @@ class EngineHashes:
         """Count one more copy: the engine stored a block again under the same hash."""
         self.copies[name] = self.copies.get(name, 0) + 1
         self.extra += 1
-        self.retold += 1
+        self.copies_revision += 1
 
     def take_copy(self, name: int) -> bool:
         """Decrease the count of repeated stores under this hash. Return False if it was 0."""
@@ -116,7 +125,7 @@ class EngineHashes:
         if copies is None:
             return False
         self.extra -= 1
-        self.retold += 1
+        self.copies_revision += 1
         if copies == 1:
             del self.copies[name]
         else:

@@ -257,7 +257,7 @@ class KvCursor:
         """Record that all blocks were dropped, because the replay that answers has all batches. The
         batches that were applied early are no longer in the index."""
         assert self._gap is not None
-        self._dig(self._gap.start, self._end)
+        self._set_hole(self._gap.start, self._end)
 
     def connected(self) -> None:
         """Record a new connection to the publisher. No batch of the connection may have come yet.
@@ -426,7 +426,7 @@ class KvCursor:
                 self._top = self._next - 1, self._digest
         self._holes.clear()
         if self._is_in_phase(_Phase.ANSWERING):  # the early ones of those to come are gone, too
-            self._dig(self._next, self._end)
+            self._set_hole(self._next, self._end)
         else:
             self._gap = None
             self._has_failed = False
@@ -483,7 +483,7 @@ class KvCursor:
         """Miss no batch before `end` any longer."""
         self._holes = [(max(start, end), to) for start, to in self._holes if to > end]
 
-    def _dig(self, start: int, end: int) -> None:
+    def _set_hole(self, start: int, end: int) -> None:
         """Miss the batches from `start` to before `end`, and no others."""
         self._holes = [(start, end)] if start < end else []
 
@@ -506,7 +506,7 @@ class KvCursor:
         if newest is not None:
             self.last_live = self._newest = newest
             self._next = self._end = newest + 1
-            self._dig(0, self._end)
+            self._set_hole(0, self._end)
         return verdict
 
     def _begins_anew(self) -> BatchVerdict:

@@ -139,7 +139,7 @@ class KvIndex:
         self._lower_matches = LowerMatches(self._device)
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
-    def beside(self) -> "KvIndex":
+    def empty_copy(self) -> "KvIndex":
         """Return an empty index with the same block size, default limits, `on_sweep` and `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
@@ -221,7 +221,7 @@ class KvIndex:
         """Return the index of the blocks that sources of this rank store for other ranks."""
         strays = self.strays.get(source)
         if strays is None:
-            strays = self.strays[source] = self.beside()
+            strays = self.strays[source] = self.empty_copy()
             strays.bounds = self.bounds
         return strays
 
@@ -490,14 +490,14 @@ class KvIndex:
                 continue
             facts = self.learn(key)
             ranks_dump = RankDump(self._device.trie, rank, facts)
-            before, retold = watermark(key), rank.retold()
+            before, retold = watermark(key), rank.copies_revision()
             yield from ranks_dump.slices()
             if watermarks is None:
                 continue
             after = watermark(key)
             is_alike = before == after or (
                 rank is self._ranks.get(key)
-                and retold == rank.retold()
+                and retold == rank.copies_revision()
                 and not facts.reports.is_open
             )
             if before is None or after is None or not (is_alike and ranks_dump.is_whole):

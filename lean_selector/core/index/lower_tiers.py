@@ -234,7 +234,7 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 class LowerTier:
     """One rank's blocks on one tier below the device. Each hash has 8 bytes."""
 
-    __slots__ = ("_bit", "_edge", "_edges", "copies", "retold")
+    __slots__ = ("_bit", "_edge", "_edges", "copies", "copies_revision")
 
     def __init__(self, edges: Edges, bit: int) -> None:
         """`edges` has all ranks' blocks on this tier; `bit` is the bit number of this rank."""
@@ -243,7 +243,7 @@ class LowerTier:
         # child -> parent + local hash, oldest first: a full tier evicts its oldest blocks.
         self._edge: OrderedDict[bytes, bytes] = OrderedDict()
         self.copies: dict[bytes, int] = {}  # child -> copies beyond the first
-        self.retold = 0  # how often events changed a number of copies
+        self.copies_revision = 0  # how often events changed a number of copies
         edges.admit(bit, self._edge)
 
     def __len__(self) -> int:
@@ -262,7 +262,7 @@ class LowerTier:
             name = names[at : at + 8]
             if counted and mine.get(name) == parent + local[at : at + 8]:
                 self.copies[name] = self.copies.get(name, 0) + 1
-                self.retold += 1
+                self.copies_revision += 1
             elif not edges.store(bit, parent + local[at : at + 8], name, mine):
                 return
             parent = name
@@ -271,7 +271,7 @@ class LowerTier:
         """Drop a block and return True; False if it needs further removals, or is not on this tier.
         Blocks after this block stay, but cannot match until the block returns."""
         if self.copies and (copies := self.copies.pop(name, 0)):
-            self.retold += 1
+            self.copies_revision += 1
             if copies > 1:
                 self.copies[name] = copies - 1
             return False
@@ -319,9 +319,11 @@ class Holdings:
         """How many blocks the rank holds on all tiers, including blocks after a missing block."""
         return self.device.blocks + sum(map(len, self.lower))
 
-    def retold(self) -> int:
+    def copies_revision(self) -> int:
         """Return a number that grows whenever a number of copies changes."""
-        return self.device.names.retold + sum([held.retold for held in self.lower])
+        return self.device.names.copies_revision + sum(
+            [held.copies_revision for held in self.lower]
+        )
 
 
 # -- continuing a match ----------------------------------------------------------------------------

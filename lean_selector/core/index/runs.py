@@ -91,11 +91,11 @@ class Run:
             if not partial:
                 self.partial = self._leads = None
         if self._leads is not None:
-            self._lead(rank, before, held)
+            self._update_leads(rank, before, held)
         if (limit := self._limit) >= 0:
             self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
-    def _lead(self, rank: int, before: int, held: int) -> None:
+    def _update_leads(self, rank: int, before: int, held: int) -> None:
         """Update the cached result of `leads` after one rank has gained or lost blocks."""
         leads, old, new = self._leads, _leading(before), _leading(held)
         assert leads is not None

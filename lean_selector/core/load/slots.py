@@ -142,7 +142,7 @@ class Slots:
         self._set_load(rank, ahead_tokens, rank.distinct_blocks + new_blocks)
         return reservation
 
-    def hear(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time for what ends without a time of its own, such as a removed rank."""
         self.heard_at = now
 

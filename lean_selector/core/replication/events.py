@@ -167,7 +167,7 @@ class ReplicaEvents:
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
     ) -> None:
         """Publish that a request was admitted here."""
-        self._tell(EventKind.ADD, target, reservation.spec, sequence_hashes)
+        self._publish_event(EventKind.ADD, target, reservation.spec, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish the ADD of our request again, so that peers do not expire the request while it
@@ -176,17 +176,17 @@ class ReplicaEvents:
         only_blocks = msgspec.structs.replace(
             reservation.spec, track_prefill_tokens=True, prefill_tokens=None
         )
-        self._tell(EventKind.ADD, target, only_blocks, hashes)
+        self._publish_event(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish that the prefill of our or a peer's request was reported complete here."""
-        self._tell(EventKind.PREFILL_COMPLETE, target, reservation.spec)
+        self._publish_event(EventKind.PREFILL_COMPLETE, target, reservation.spec)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish that a request ended here. The reservation may have been removed already."""
-        self._tell(EventKind.FREE, target, reservation.spec)
+        self._publish_event(EventKind.FREE, target, reservation.spec)
 
-    def _tell(
+    def _publish_event(
         self,
         kind: EventKind,
         target: ReplicaTarget,
@@ -242,11 +242,11 @@ class ReplicaSequences:
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
         """Record a received event's number. Return how many events just before it we missed."""
-        return self._heard(router_id, sequence, sequence - 1, now)
+        return self._record(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
         """Record the last number a replica used. Return how many of its last events we missed."""
-        return self._heard(router_id, sequence, sequence, now)
+        return self._record(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
         """Record that a snapshot has all events up to `sequence`. True if this closes a gap."""
@@ -256,7 +256,7 @@ class ReplicaSequences:
         publisher.gap_at = 0
         return True
 
-    def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
+    def _record(self, router_id: int, sequence: int, before: int, now: float) -> int:
         """Record `sequence`. Return how many events we missed after the last, up to `before`."""
         publisher = self._publishers.get(router_id)
         if publisher is None:

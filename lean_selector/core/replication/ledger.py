@@ -73,7 +73,7 @@ class Ledgers:
             expired = ledger.slots.expire(now, self._expiry_s, self._copies_expire_s, max_steps)
             if not expired:
                 continue
-            ledger.tell_ended(expired)
+            ledger.publish_ended(expired)
             gone.append((ledger, expired))
             max_steps -= len(expired)
             if not max_steps:
@@ -142,10 +142,10 @@ class Ledger:
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
         """Remove a rank and its reservations. Return the reservations; [] for an unknown rank."""
         dropped = self.slots.remove_rank(worker_id, dp_rank)
-        self.tell_ended(dropped)
+        self.publish_ended(dropped)
         return dropped
 
-    def tell_ended(self, reservations: list[Reservation]) -> None:
+    def publish_ended(self, reservations: list[Reservation]) -> None:
         """Publish the end of these reservations, except of those that a peer admitted."""
         if self._events is not None:
             for reservation in reservations:

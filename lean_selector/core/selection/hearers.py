@@ -29,7 +29,7 @@ class Decisions(Protocol):
 class Watch(Protocol):
     """Receives choices to show them on the web page; implemented in `core.selection.watch`."""
 
-    def look(
+    def sample(
         self,
         partition: Partition,
         request: SelectionRequest,

@@ -17,13 +17,13 @@ class PeerSessions:
         self._catalog = catalog
         self._writer_id = writer_id
 
-    def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
+    def apply(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
         """Apply another replica's session binding, last used `idle_s` seconds ago."""
-        verdict = self._hear(event, now, idle_s)
+        verdict = self._apply(event, now, idle_s)
         self.counts[verdict] += 1
         return verdict
 
-    def _hear(self, event: SessionEvent, now: float, idle_s: float) -> SessionVerdict:
+    def _apply(self, event: SessionEvent, now: float, idle_s: float) -> SessionVerdict:
         if event.writer_id == self._writer_id:
             return SessionVerdict.OWN
         key = event.model_name, event.tenant_id
@@ -35,7 +35,7 @@ class PeerSessions:
         worker = self._catalog.workers.get(event.worker_id)
         if worker is None or worker.spec.key != key:
             return SessionVerdict.UNKNOWN_WORKER
-        return partition.sessions.hear(event, now, idle_s)
+        return partition.sessions.apply(event, now, idle_s)
 
     def live(self, now: float) -> Iterator[LiveSession]:
         """Yield the live bindings of all partitions, for a replica that requested a snapshot."""
@@ -43,7 +43,7 @@ class PeerSessions:
             if partition.sessions is not None:
                 yield from partition.sessions.live(now)
 
-    def tend(self, now: float, max_steps: int) -> None:
+    def expire_and_republish(self, now: float, max_steps: int) -> None:
         """In each partition, expire at most `max_steps` bindings, and publish again at most
         `max_steps` bindings, before other replicas expire them. Call this about every second."""
         for partition in list(self._catalog.partitions.values()):

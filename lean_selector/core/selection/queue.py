@@ -102,7 +102,7 @@ class Waiting:
         if timer is not None:
             timer.cancel()
 
-    def tell(self, answer: Placement | Exception) -> None:
+    def set_answer(self, answer: Placement | Exception) -> None:
         self.answer = answer
         self.on_answer(answer)
 
@@ -334,7 +334,7 @@ class Queue:
     def refuse(self, waiting: Waiting, error: SelectorError) -> None:
         """Answer a request with `error`, unless it has left the queue."""
         if self.leave(waiting):
-            waiting.tell(error)
+            waiting.set_answer(error)
 
     def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
         """Update which ranks the queued requests may use, because a worker was added (`old` is
@@ -370,7 +370,7 @@ class Queue:
             for item in told[: self.rules.most]:
                 self.refuse(item, Unavailable(NO_ENDPOINTS))
             if len(told) > self.rules.most:
-                self._go_on_later()
+                self._admit_later()
         self.admit_next(now)
 
     def admit_next(self, now: float) -> None:
@@ -386,13 +386,13 @@ class Queue:
         left = self.rules.most
         try:
             while room.came_free and left:
-                left = self._let_go(room, left)
+                left = self._admit_waiting(room, left)
         finally:
             self._is_moving = False
         if room.came_free:
-            self._go_on_later()
+            self._admit_later()
 
-    def _go_on_later(self) -> None:
+    def _admit_later(self) -> None:
         room, call_soon = self.room, self.rules.call_soon
         assert room is not None, "requests are queued"
         assert call_soon is not None, "or all have gone"
@@ -404,7 +404,7 @@ class Queue:
         self._is_due = True
         call_soon(go_on)
 
-    def _let_go(self, room: Headroom, most: int) -> int:
+    def _admit_waiting(self, room: Headroom, most: int) -> int:
         """Admit queued requests that can use ranks that came free, at most `most`. Return how many
         of `most` are left. Return early if more ranks come free; the caller then calls again."""
         came_free, room.came_free = room.came_free, 0
@@ -430,14 +430,14 @@ class Queue:
                         blocked = key
                 else:
                     passes = blocked is not None and blocked < key
-                    self._go(room, line.head(), passes)
+                    self._admit_one(room, line.head(), passes)
                     most -= 1
         finally:
             if open_lines:
                 room.came_free |= came_free
         return most
 
-    def _go(self, room: Headroom, waiting: Waiting, passes: bool) -> None:
+    def _admit_one(self, room: Headroom, waiting: Waiting, passes: bool) -> None:
         """Place a queued request. If `passes`, the request overtakes earlier requests, which stay
         queued. A request that overtakes may use only ranks below the queue's threshold."""
         self.leave(waiting)
@@ -454,4 +454,4 @@ class Queue:
         # a failure must reach this request, not the caller whose event admitted it
         except Exception as error:
             answer = error
-        waiting.tell(answer)
+        waiting.set_answer(answer)

@@ -114,7 +114,7 @@ class Selector:
         routed = None
         if ttl_s > 0.0:
             until_events = self.settings.use_kv_events
-            beside = index.beside() if until_events else index
+            beside = index.empty_copy() if until_events else index
             routed = RoutedPrompts(beside, ttl_s, until_events=until_events)
         settings = self.settings
         shares = None
@@ -158,7 +158,7 @@ class Selector:
         waiting = [p.queue for p in self.catalog.partitions.values() if len(p.queue)]
         if self.sessions is not None:  # sessions of removed ranks start to expire
             for partition in self.catalog.partitions.values():
-                partition.slots.hear(now)
+                partition.slots.set_time(now)
         worker = change()
         for queue in waiting:
             queue.admit(now)
@@ -292,7 +292,7 @@ class Selector:
         decision: Decision | None = None
         watch = self.watch
         if watch is not None:
-            decision = watch.look(partition, request, ranks, matches, load, placement, now)
+            decision = watch.sample(partition, request, ranks, matches, load, placement, now)
         if request.books:
             decisions = self.reservations.decisions
             if decisions is not None:

@@ -36,7 +36,7 @@ class ChoiceWatch:
         self.seen = 0
         self._next_at = 0.0
 
-    def look(
+    def sample(
         self,
         partition: Partition,
         request: SelectionRequest,

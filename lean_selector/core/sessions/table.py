@@ -146,7 +146,7 @@ class SessionTable:
         self._held[session_id] = binding
         reservation = SessionReservation(session_id, binding, binding.sequence, binding.writer_id)
         self._reservations[reservation_id] = reservation
-        self._tell(session_id, binding, now)
+        self._publish_binding(session_id, binding, now)
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
         """Record the end of a reservation. If the session's binding has not changed since the
@@ -167,14 +167,14 @@ class SessionTable:
             del self._held[session_id]
             self._rest(session_id, binding)
         if tells and is_current:
-            self._tell(session_id, binding, now)
+            self._publish_binding(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
         """Count that a reservation on another rank was refused, and end the session's binding."""
         self.counts.refused += 1
         self._drop(session_id)
 
-    def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
+    def apply(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
         """Apply a binding that another replica published, without publishing it again. The binding
         was last used `idle_s` seconds ago."""
         sequence = event.sequence
@@ -241,7 +241,7 @@ class SessionTable:
             binding = self._held[session_id]
             if now - binding.told_at < 0.5 * self.ttl_s:
                 return
-            self._tell(session_id, binding, now)
+            self._publish_binding(session_id, binding, now)
 
     def live(self, now: float) -> Iterator[LiveSession]:
         """Yield the live bindings for a snapshot. Bindings with reservations come last."""
@@ -279,7 +279,7 @@ class SessionTable:
         if binding is not None:
             del (self._held if binding.reservations else self._idle)[session_id]
 
-    def _tell(self, session_id: str, binding: Binding, now: float) -> None:
+    def _publish_binding(self, session_id: str, binding: Binding, now: float) -> None:
         binding.told_at = now
         if session_id in self._held:
             self._held.move_to_end(session_id)

@@ -291,7 +291,7 @@ def test_who_asked_hears_once_that_there_is_something_to_give_back() -> None:
     index.clear(*A)
     index.do_in_steps(iter([None] * 100))
     assert heard == [index]
-    beside = index.beside()
+    beside = index.empty_copy()
     assert beside.bits is index.bits
     assert (beside.on_sweep, beside.bounds.default) == (index.on_sweep, index.bounds.default)
     give_back(index)

@@ -179,7 +179,7 @@ def test_what_no_event_can_report_of_a_prompt_is_not_waited_for() -> None:
 
 def test_an_index_beside_another_numbers_ranks_alike_and_holds_its_own() -> None:
     index = KvIndex(16)
-    prompts = RoutedPrompts(index.beside(), TTL_S)
+    prompts = RoutedPrompts(index.empty_copy(), TTL_S)
     index.store(*B, Tier.DEVICE, None, [5], pack([1]))
     add(prompts, A, [1, 2], 0.0)
     add(prompts, B, [1, 2], 0.0)

@@ -92,7 +92,7 @@ def test_a_booking_on_another_rank_of_the_worker_is_named_so(driven: DrivenSelec
     sessions = sessions_of(driven)
     book(driven, "a", allowed={1})
     driven.register(1, data_parallel_size=2, taints=frozenset({"t"}))
-    sessions.hear(SessionEvent("default", "default", "s", 1, 0, 2**40, 9), driven.now)
+    sessions.apply(SessionEvent("default", "default", "s", 1, 0, 2**40, 9), driven.now)
     pinned = driven.request([], 16, session_id="s", pin=(1, 1))
     pinned.books, pinned.reservation_id = True, "b"
     with pytest.raises(BadRequest, match=r"^session s is bound to DP rank 0, not 1$"):
@@ -305,7 +305,7 @@ def test_what_a_peer_tells_counts_where_its_worker_is_registered(driven: DrivenS
         (of_peer(1, session_id="r", dp_rank=7), SessionVerdict.BOUND),
     ]
     for event, verdict in told:
-        assert peers.hear(event, driven.now) is verdict
+        assert peers.apply(event, driven.now) is verdict
     assert select(driven, "p") == (1, 0)
     assert select(driven, "q") == select(driven, "r") == (2, 0)
     assert peers.counts[SessionVerdict.BOUND] == 4
@@ -315,10 +315,10 @@ def test_sessions_of_peers_are_listed_until_they_expire(driven: DrivenSelector) 
     peers = PeerSessions(driven.selector.catalog, writer_id=4)
     driven.register(7)
     for number in range(3):
-        peers.hear(of_peer(7, session_id=f"{number}"), driven.now, 2.0)
+        peers.apply(of_peer(7, session_id=f"{number}"), driven.now, 2.0)
     assert len(list(peers.live(driven.now))) == 3
     driven.now = TTL_S - 1.0  # two seconds it had been idle at the peer
-    peers.tend(driven.now, 10)
+    peers.expire_and_republish(driven.now, 10)
     assert len(sessions_of(driven)) == 0
 
 
@@ -326,8 +326,8 @@ def test_a_replica_without_sessions_keeps_none_of_a_peers_and_has_none_to_list()
     driven = DrivenSelector()
     driven.register(1)
     peers = PeerSessions(driven.selector.catalog, writer_id=4)
-    assert peers.hear(of_peer(1), driven.now) is SessionVerdict.OFF
-    peers.tend(driven.now, 10)
+    assert peers.apply(of_peer(1), driven.now) is SessionVerdict.OFF
+    peers.expire_and_republish(driven.now, 10)
     assert list(peers.live(driven.now)) == []
 
 
@@ -393,7 +393,7 @@ def test_sessions_go_where_frames_of_a_peer_sent_them_at_the_reference() -> None
         frames = [bytes.fromhex(frame) for frame in case["frames_hex"]]
         if frames[0] == SESSION_TOPIC:
             with contextlib.suppress(UndecodableFrames):
-                peers.hear(decode_session(frames), driven.now)
+                peers.apply(decode_session(frames), driven.now)
         if "drawn" in what:  # either rank of worker 1
             assert goes_to(case["then_select_with_session"], "default")[0] == 1, what
             continue

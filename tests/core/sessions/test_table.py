@@ -68,16 +68,16 @@ def test_a_sequence_far_above_the_clock_does_not_raise_ours_to_what_nobody_takes
     settings = SessionSettings(ttl_s=TTL_S)
     table = SessionTables(settings, OURS, lambda: clock[0], told.append).new_table("m", "t")
     for sequence in (MAX_SEQUENCE, MAX_SEQUENCE - 1, 101 + MAX_AHEAD):
-        assert table.hear(heard(sequence=sequence), 0.0) is SessionVerdict.SEQUENCE
+        assert table.apply(heard(sequence=sequence), 0.0) is SessionVerdict.SEQUENCE
     table.book("mine", "a", 1, 0, 0.0)
     assert told.versions() == [("mine", 100)]
     clock[0] += 10 * MAX_AHEAD  # a peer began days after this table was made
-    assert table.hear(heard(sequence=clock[0] + 5), 0.0) is SessionVerdict.BOUND
+    assert table.apply(heard(sequence=clock[0] + 5), 0.0) is SessionVerdict.BOUND
 
 
 def test_an_id_that_is_too_long_is_not_taken_from_a_peer(table: SessionTable) -> None:
-    assert table.hear(heard("x" * 257), 0.0) is SessionVerdict.TOO_LONG
-    assert table.hear(heard(""), 0.0) is SessionVerdict.BOUND
+    assert table.apply(heard("x" * 257), 0.0) is SessionVerdict.TOO_LONG
+    assert table.apply(heard(""), 0.0) is SessionVerdict.BOUND
 
 
 def test_peers_hear_again_of_what_is_held_before_they_would_forget_it(
@@ -127,7 +127,7 @@ class TestAFullTable:
         small.book("s", "a", 1, 0, 0.0)
         small.book("t", "b", 1, 0, 0.0)
         small.book("u", "c", 2, 0, 0.0)
-        assert small.hear(heard("v"), 0.0) is SessionVerdict.FULL
+        assert small.apply(heard("v"), 0.0) is SessionVerdict.FULL
         assert where(small, "u", 0.0) is None
         assert small.counts.unbound == 1
         small.release("c", 0.0)
@@ -145,7 +145,7 @@ class TestAFullTable:
 
 def test_what_has_expired_is_swept_in_steps(table: SessionTable) -> None:
     for number in range(5):
-        table.hear(heard(f"s{number}"), float(number))
+        table.apply(heard(f"s{number}"), float(number))
     table.sweep(TTL_S + 3.0, 2)
     assert len(table) == 3
     table.sweep(TTL_S + 3.0, 10)
