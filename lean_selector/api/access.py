@@ -61,21 +61,22 @@ def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
 
 
 # -- the token file --------------------------------------------------------------------------------
-# Each line is `ROLE TOKEN`. The file is read at the start and again when it changes. Only digests
-# are stored (`http.head`), and no message repeats a token.
+# Each line is `ROLE TOKEN [NAME]`. The file is read at the start and again when it changes. Only
+# digests are stored (`http.head`), and no message repeats a token.
 
 log = logging.getLogger("lean_selector.access")
 
 _MOST_BYTES: Final = 1 << 20
 _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
+_NAME: Final = re.compile(rb"[A-Za-z0-9._~-]{1,32}")  # too short for a token written by mistake
 
 
 class AccessTokens:
     """The roles of the current tokens, read from the token file. If the file becomes invalid, the
     tokens read last stay valid.
 
-    `roles` maps the digest of a token to its role. Other objects keep a reference to this dict, so
-    a reload changes it in place."""
+    `roles` maps the digest of a token to its role, `names` to the name of its client, if it has
+    one. Other objects keep references to these dicts, so a reload changes them in place."""
 
     def __init__(self, path: str) -> None:
         """Reads the token file. Raises OSError or ValueError, with a message of one line, if the
@@ -84,7 +85,7 @@ class AccessTokens:
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
         self._complains = False
-        self.roles = _roles_of(path, self._file.read()[0])
+        self.roles, self.names = _read(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
         """Return the role of the token with the digest `credential`, or OPEN if no token has it.
@@ -98,7 +99,9 @@ class AccessTokens:
         try:
             text, is_new = self._file.read()
             if is_new:
-                roles = _roles_of(self._file.path, text)
+                roles, names = _read(self._file.path, text)
+                self.names.clear()
+                self.names.update(names)
                 self.roles.clear()
                 self.roles.update(roles)
                 log.info("tokens were read again", extra={"tokens": len(roles)})
@@ -109,9 +112,11 @@ class AccessTokens:
             self._complains = True
 
 
-def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
-    """Maps tokens' digests to roles. Raises ValueError with the number of an invalid line."""
+def _read(path: str, text: bytes) -> tuple[dict[bytes | None, Role], dict[bytes | None, str]]:
+    """Map tokens' digests to roles, and to names. Raises ValueError with the number of an invalid
+    line."""
     roles: dict[bytes | None, Role] = {}
+    names: dict[bytes | None, str] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -120,8 +125,12 @@ def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
         where = f"{path}, line {number}"
         if words[0] not in ROLES:  # not quoted, because it may be a token
             raise ValueError(f"{where}: the first word is not one of {', '.join(NAMES.values())}")
-        if len(words) != 2:
-            raise ValueError(f"{where}: expected only a role and one token")
+        if len(words) not in (2, 3):
+            raise ValueError(f"{where}: expected only a role, one token, and perhaps a name")
+        if len(words) == 3 and _NAME.fullmatch(words[2]) is None:  # not quoted either
+            raise ValueError(
+                f"{where}: the name after the token is not 1 to 32 letters, digits and -._~"
+            )
         if _TOKEN.fullmatch(words[1]) is None:
             raise ValueError(
                 f"{where}: the token has characters other than letters, digits and -._~+/, with ="
@@ -131,6 +140,8 @@ def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
         if digest in roles:
             raise ValueError(f"{where}: the same token as on line {lines[digest]}")
         roles[digest], lines[digest] = ROLES[words[0]], number
+        if len(words) == 3:
+            names[digest] = words[2].decode("ascii")
     if not roles:
         raise ValueError(f"{path} has no tokens: expected lines `ROLE TOKEN`")
-    return roles
+    return roles, names

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from lean_selector.api import logs
+from lean_selector.api.access import AccessTokens
 from lean_selector.api.exposition import Families
 from lean_selector.api.metrics import prompt_families
 from lean_selector.app.gateway_flags import GatewayConfig
@@ -49,7 +50,9 @@ def _spans(endpoint: str | None) -> Any:
 class Front(Part):
     """What brings the requests of clients to workers."""
 
-    def __init__(self, config: GatewayConfig, parts: SelectorParts) -> None:
+    def __init__(
+        self, config: GatewayConfig, parts: SelectorParts, tokens: AccessTokens | None
+    ) -> None:
         """Raises StartError."""
         core, flags = parts.core, config.gateway
         credentials = credentials_of(config.engines)
@@ -72,6 +75,7 @@ class Front(Part):
             credentials.trust.context,
             core.allowed,
             status,
+            config.queue.ids({} if tokens is None else tokens.names),
         )
         self.handler = GatewayHandler(
             placing,
@@ -127,7 +131,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     parts = SelectorParts(config.selector, context)
     parts.add_gateway_routes()
     behind = Connections(call_soon, Limits(), max_connections=most)
-    front = parts.add(Front(config, parts))
+    front = parts.add(Front(config, parts, tokens))
     own = selector_app(parts, behind, log_state, tokens, meters=[front.chooser.meter])
     handler = front.handler
     handler.own = own

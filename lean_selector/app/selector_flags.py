@@ -1,7 +1,7 @@
 """The flags of the selector. Flag names, defaults and environment variables follow section 7 of
 docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args
@@ -25,6 +25,7 @@ from lean_selector.core.settings import (
 )
 
 if TYPE_CHECKING:
+    from lean_selector.gateway.headers import FairnessIds
     from lean_selector.gateway.prompt_shapes import PromptSettings
 
 _CACHE = SelectionCacheSettings()
@@ -37,6 +38,7 @@ _NEVER = 1 << 40
 _POLLS = ("--worker-health-interval-secs",)
 SESSIONS = ("--session-affinity-ttl-secs",)
 _QUEUE = ("--queue-threshold",)
+_FAIR = ("--queue-fairness",)
 _FOUND = ("--discover", "workers")
 
 
@@ -200,6 +202,12 @@ def _numbers_by_name(texts: Iterable[str]) -> dict[str, float]:
     return {name: float(number) for name, _, number in (each.rpartition("=") for each in texts)}
 
 
+def _header(text: str) -> str:
+    if not (text.isascii() and text.replace("-", "").replace("_", "").isalnum()):
+        raise ValueError("expected the name of a header: letters, digits, - and _")
+    return text
+
+
 def _weight(text: str) -> str:
     name, _, weight = text.rpartition("=")
     try:
@@ -223,6 +231,8 @@ class QueueFlags:
     queue_max_wait_s: answer 503 to a request queued this long; unset: no limit
     queue_fairness: on: among queued requests of one strict priority, the fairness id with the least
       service goes first; off: ids make no difference
+    fairness_header: header that has the fairness id of a request to /route, and in the gateway that
+      of a request whose token has no name
     weights: weight of a fairness id, as ID=2; an id with twice the weight gets twice the service;
       may be repeated
     overlap_refresh_after_s: look up a queued request's overlap again after this time; 0 or less:
@@ -237,8 +247,19 @@ class QueueFlags:
     )
     queue_max_wait_s: float | None = flag(None, "--queue-max-wait-secs", ge=0.001, needs=_QUEUE)
     queue_fairness: Literal["off", "on"] = flag("off", "--queue-fairness", needs=_QUEUE)
-    weights: list[str] = flag([], "--queue-weight", each=_weight, needs=("--queue-fairness",))
+    fairness_header: str = flag(
+        "x-gateway-inference-fairness-id", "--fairness-header", each=_header, needs=_FAIR
+    )
+    weights: list[str] = flag([], "--queue-weight", each=_weight, needs=_FAIR)
     overlap_refresh_after_s: float | None = dyn_flag(10.0, "--router-overlap-refresh-after-secs")
+
+    def ids(self, names: Mapping[bytes | None, str]) -> "FairnessIds | None":
+        """Return what tells whose a request is, or None without fair shares."""
+        if self.queue_fairness == "off":
+            return None
+        from lean_selector.gateway.headers import FairnessIds
+
+        return FairnessIds(self.fairness_header, names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,9 @@ class SelectorParts(Parts):
             books_at=ROUTE,
         )
         prompts, client = config.prompts.settings, core.engine_client
-        self.add(GatewayRoutes(service, config.access_logs, prompts, client, self.decisions))
+        # The bearer of /route is a proxy, so its token's name is nobody's.
+        ids = config.queue.ids({})
+        self.add(GatewayRoutes(service, config.access_logs, prompts, client, self.decisions, ids))
 
 
 # -- the selector behind its listener --------------------------------------------------------------

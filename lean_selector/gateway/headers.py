@@ -7,10 +7,12 @@ validated: every line break is CRLF, and no line is folded."""
 import functools
 import os
 import re
+from collections.abc import Mapping
 from itertools import count
 from math import ceil
 from typing import Final
 
+from lean_selector.http.head import Request
 from lean_selector.http.response import encode_response
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
@@ -95,6 +97,26 @@ def session_of(section: bytes) -> str | None:
     """Return the session id that the client sent, if it is a single word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
+
+
+class FairnessIds:
+    """Tells whose request it is, for fair shares of the queue."""
+
+    def __init__(self, header: str, names: Mapping[bytes | None, str]) -> None:
+        """`names`: the names of tokens by their digests. They come before the header, which a
+        client could choose."""
+        self._names = names
+        name = re.escape(header.encode("ascii"))
+        self._line = re.compile(rb"\r\n%b[ \t]*:[ \t]*+([!-~]{1,256}+)[ \t]*+\r\n" % name, re.I)
+
+    def of(self, request: Request) -> str:
+        """Return the name of the request's token, or else the header's value if it is one word of
+        at most 256 characters, or else the empty id."""
+        name = self._names.get(request.credential)
+        if name is not None:
+            return name
+        found = self._line.search(request.section)
+        return "" if found is None else found[1].decode("ascii")
 
 
 def traceparent_of(section: bytes) -> str | None:

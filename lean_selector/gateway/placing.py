@@ -30,7 +30,7 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts
-from lean_selector.gateway.headers import RETRY_AFTER, retry_after, session_of
+from lean_selector.gateway.headers import RETRY_AFTER, FairnessIds, retry_after, session_of
 from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
@@ -137,6 +137,7 @@ class Chooser:
         request.books = True
         request.asked_at = GATEWAY
         request.reservation_id = reservation_id
+        request.fairness_id = routed.fairness_id
         sessions = partition.sessions
         is_bound = sessions is not None and not sessions.is_soft and routed.session_id is not None
         warming = _NOBODY
@@ -283,9 +284,10 @@ class Placing:
         tls: Callable[[], ssl.SSLContext],
         allowed: AllowedEndpoints | None,
         overload_status: int,
+        ids: FairnessIds | None = None,
     ) -> None:
-        """`tls` is called when a worker's URL is https, and may raise OSError. Connections are made
-        only to endpoints in `allowed`, if given."""
+        """`ids`: None without fair shares. `tls` is called when a worker's URL is https, and may
+        raise OSError. Connections are made only to endpoints in `allowed`, if given."""
         self._allowed = allowed
         self._prompts = prompts
         self._chooser = chooser
@@ -295,6 +297,7 @@ class Placing:
         self._resolve = resolve
         self._tls = tls
         self._overload_status = overload_status
+        self._ids = ids
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
         """Finds a worker and sends the request now, or returns a task that does so."""
@@ -316,6 +319,8 @@ class Placing:
             try:
                 proxied.routed = yield from self._prompts.read(request.path.decode(), body)
                 request.body = b""  # `routed.body` is forwarded instead
+                if self._ids is not None:
+                    proxied.routed.fairness_id = self._ids.of(request)
                 session = session_of(request.section)
                 if session is not None and proxied.routed.session_id is None:
                     proxied.routed.session_id = session_id_of(session)

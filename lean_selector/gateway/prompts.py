@@ -44,6 +44,7 @@ class Routed:
     streams: bool
     output_tokens: int = 0  # expected answer tokens
     session_id: str | None = None
+    fairness_id: str = ""
     worker_ids: frozenset[int] | None = None  # the workers that have the adapter; None: any worker
     additions: Additions = field(default_factory=Additions)  # to `body`; they read its answer
     is_sent_once: bool = False  # it names other engines: not retried once it was sent

@@ -25,7 +25,7 @@ from lean_selector.core.errors import (
     WaitedTooLong,
 )
 from lean_selector.core.selection.shapes import Selection
-from lean_selector.gateway.headers import RETRY_AFTER, refusal
+from lean_selector.gateway.headers import RETRY_AFTER, FairnessIds, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.head import Request
@@ -101,6 +101,7 @@ class RouteHandler:
         free: Callable[[str], object],
         expect_output: Callable[[str, int], object],
         has_ended: Callable[[str], bool],
+        ids: FairnessIds | None = None,
     ) -> None:
         """`select_and_reserve` returns a Selection, or a Queued if the request must wait.
         `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
@@ -110,6 +111,7 @@ class RouteHandler:
         self._free = free
         self._expect_output = expect_output
         self._has_ended = has_ended
+        self._ids = ids  # None without fair shares
         self._under_way: set[asyncio.Task[None]] = set()
 
     def routes(self) -> tuple[Route, ...]:
@@ -131,14 +133,22 @@ class RouteHandler:
         path = "/" + param.decode("latin-1")
         body, request.body = bytes(request.body), b""
         has_body = is_json(request.headers.accept)
-        task = watched("route", self._route(path, body, reservation_id, pending, has_body))
+        fairness_id = "" if self._ids is None else self._ids.of(request)
+        route = self._route(path, body, reservation_id, pending, has_body, fairness_id)
+        task = watched("route", route)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         pending.on_disconnect = task.cancel
         return pending
 
     async def _route(
-        self, path: str, body: bytes, reservation_id: str, pending: LaterReply, has_body: bool
+        self,
+        path: str,
+        body: bytes,
+        reservation_id: str,
+        pending: LaterReply,
+        has_body: bool,
+        fairness_id: str,
     ) -> None:
         def answer_with(found: object) -> None:
             if isinstance(found, Selection):
@@ -154,6 +164,7 @@ class RouteHandler:
 
         try:
             routed = await self._prompts.of(path, body, forwards=False)
+            routed.fairness_id = fairness_id
             self._check_live(reservation_id)
             found = self._select(_selection_of(routed, reservation_id))
         except Exception as error:
@@ -214,5 +225,6 @@ def _selection_of(routed: Routed, reservation_id: str) -> SelectAndReserveReques
         sequence_hashes=sequence,
         isl_tokens=prompt.isl_tokens,
         lora_name=prompt.lora_name,
+        fairness_id=routed.fairness_id,
         allowed_worker_ids=None if worker_ids is None else sorted(worker_ids),
     )

@@ -77,7 +77,9 @@ def test_the_plain_text_is_not_kept(path: Path) -> None:
         pytest.param(b"secret admin\n", "line 1: the first word is not one of", id="turned round"),
         pytest.param(b"Read secret\n", "line 1: the first word is not one of", id="capitals"),
         pytest.param(b"\nread\n", "line 2: expected only a role", id="no token"),
-        pytest.param(b"read secret secret2\n", "line 1: expected only a role", id="two tokens"),
+        pytest.param(b"read secret a b\n", "line 1: expected only a role", id="four words"),
+        pytest.param(b"read a secret=high\n", "line 1: the name after the token", id="no name"),
+        pytest.param(b"read a " + b"secret" * 6, "line 1: the name after", id="two tokens"),
         pytest.param(b"read sec:ret\n", "line 1: the token has characters other", id="a colon"),
         pytest.param("read sécret\n".encode(), "line 1: the token has characters", id="no ASCII"),
         pytest.param(b"read =secret\n", "line 1: the token has characters", id="= at the front"),
@@ -119,6 +121,16 @@ def test_a_change_is_taken_over_in_place(path: Path) -> None:
     assert role_of(tokens, b"operator.2") is READ
     assert role_of(tokens, b"new") is ADMIN
     assert role_of(tokens, b"dashboard-7f3a") is OPEN
+
+
+def test_a_name_is_that_of_its_token_until_the_line_changes(path: Path) -> None:
+    path.write_bytes(b"write one team-a\nwrite two\n")
+    tokens = AccessTokens(str(path))
+    names = tokens.names
+    assert (names.get(digest_of(b"one")), names.get(digest_of(b"two"))) == ("team-a", None)
+    path.write_bytes(b"write two team-b\n")
+    tokens.reload()
+    assert names == {digest_of(b"two"): "team-b"}
 
 
 def test_a_change_that_does_not_show_is_taken_over_when_it_is_told(path: Path) -> None:

@@ -3,12 +3,14 @@
 import sys
 
 from lean_selector.gateway.headers import (
+    FairnessIds,
     answer_lines,
     request_id_of,
     request_lines,
     retry_after,
     wants_websocket,
 )
+from lean_selector.http.head import Request, block_of
 
 
 def test_a_client_is_told_to_come_again_within_a_minute() -> None:
@@ -94,6 +96,23 @@ def test_a_request_id_is_one_word_or_none() -> None:
     assert request_id_of(section("x-request-id: two words")) is None
     assert request_id_of(section("x-request-id: " + "a" * 201)) is None
     assert request_id_of(section("a: b")) is None
+
+
+def test_a_request_is_that_of_its_token_s_name_or_else_of_the_header() -> None:
+    ids = FairnessIds("X-Team", {b"digest": "a"})
+    for line, credential, whose in (
+        (b"x-team: b", b"digest", "a"),  # no client takes another's share
+        (b"x-team: b", b"other", "b"),
+        (b"X-TEAM:\tb ", None, "b"),
+        (b"x-team: b c", None, ""),
+        (b"x-team: " + b"b" * 257, None, ""),
+        (b"x-team:", None, ""),
+        (b"x-x-team: b", None, ""),
+    ):
+        section = b"1.1\r\nhost: x\r\n%b\r\naccept: y\r\n\r\n" % line
+        headers = block_of({}, False, False)
+        request = Request(b"POST", b"/", None, b"", headers, section, credential)
+        assert ids.of(request) == whose, line
 
 
 def test_a_websocket_is_told_from_other_upgrades() -> None:

@@ -17,6 +17,7 @@ from lean_selector.gateway.engine_answers import _Told
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts, RetryBudget
 from lean_selector.gateway.handler import GatewayHandler
+from lean_selector.gateway.headers import FairnessIds
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import OFF, Prompts, Routed
@@ -63,6 +64,7 @@ class Gateway:
             nothing,
             None,
             503,
+            FairnessIds("x-team", {}) if "queue_fairness" in settings else None,
         )
         self.handler = GatewayHandler(
             placing,
@@ -96,12 +98,12 @@ class Gateway:
         return sum(len(each.slots.reservations) for each in partitions)
 
 
-def request(size: int = 2_000) -> bytes:
+def request(size: int = 2_000, more: bytes = b"") -> bytes:
     text = random.Random(size).randbytes(size // 2).hex()
     messages = [{"role": "user", "content": text}]
     body = json.dumps({"model": "m", "messages": messages, "stream": True}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
-    return head % len(body) + body
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n"
+    return head % (more, len(body)) + body
 
 
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.LEARN])
@@ -165,6 +167,27 @@ async def test_a_client_that_hangs_up_before_its_task_ran_leaves_the_queue() -> 
     first.connection_lost(None)
     gc.collect()
     assert gateway.live == 0
+
+
+@on_loop
+async def test_who_waits_at_the_gateway_is_told_apart_by_the_header() -> None:
+    gateway = Gateway(queue_threshold=0.1, queue_fairness="on")
+    clients = []
+    for who in (b"a", b"a", b"a", b"b"):
+        client, _ = gateway.client()
+        client.data_received(request(more=b"x-team: %b\r\n" % who))
+        clients.append(client)
+    (partition,) = gateway.selector.catalog.partitions.values()
+    went = []
+    for _ in range(2):
+        (name,) = partition.slots.reservations
+        gateway.selector.reservations.free(name, NOW)
+        went.append(len(partition.queue))
+    assert went == [2, 1]
+    (left,) = partition.queue.in_order()
+    assert left.request.fairness_id == "a"
+    for client in clients:
+        client.connection_lost(None)
 
 
 def chosen(chooser: Chooser, number: int) -> int | None:

@@ -13,6 +13,7 @@ from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import ROUTE, WorkerSpec
+from lean_selector.gateway.headers import FairnessIds
 from lean_selector.gateway.model_request import MEDIA
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
@@ -75,6 +76,7 @@ class GatewayHandler:
                 reservation_id, tokens, NOW
             ),
             self._has_ended,
+            FairnessIds("x-team", {}),
         )
         self.gate = Gate(self.door.routes())
 
@@ -120,7 +122,9 @@ class GatewayHandler:
 
 def asked(path: str, body: bytes, headers: dict[str, str]) -> Request:
     fields = {name.replace("_", "-").encode(): text.encode() for name, text in headers.items()}
-    return Request(b"POST", path.encode(), None, body, block_of(fields, False, False))
+    lines = b"".join(b"%b: %b\r\n" % each for each in fields.items())
+    block = block_of(fields, False, False)
+    return Request(b"POST", path.encode(), None, body, block, b"1.1\r\n%b\r\n" % lines)
 
 
 def parted(response: bytes) -> tuple[int, Headers, bytes]:
@@ -410,3 +414,17 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     await until(lambda: door.prompts.asked)
     await door.door.close()
     assert (pending.response, door.live) == (None, set())
+
+
+@on_loop
+async def test_the_header_tells_whose_request_waits() -> None:
+    door = GatewayHandler(queue_threshold=0.0)
+    door.worker(7, max_num_batched_tokens=16)
+    assert (await door.ask())[0] == 200
+    pending = door.begin(x_team="b")
+    (partition,) = door.selector.catalog.partitions.values()
+    await until(lambda: len(partition.queue) == 1)
+    (waiting,) = partition.queue.in_order()
+    assert waiting.request.fairness_id == "b"
+    assert pending.on_disconnect is not None
+    pending.on_disconnect()
