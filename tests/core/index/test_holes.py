@@ -64,33 +64,6 @@ def test_an_engine_that_keeps_only_the_ends_of_prompts_does_not_take_memory_for_
 
 
 @pytest.mark.usefixtures("spared")
-def test_only_what_cannot_be_matched_is_evicted() -> None:
-    index = KvIndex(16)
-    local = prompt(1)
-    for worker in (1, 2, 3):
-        store(index, worker, local)
-    index.remove(2, 0, Tier.DEVICE, local[4:-1])
-    index.remove(3, 0, Tier.DEVICE, local[:-2])
-    for number in (2, 3, 4):
-        store(index, 4, prompt(number))
-        index.remove(4, 0, Tier.DEVICE, prompt(number)[:-1])
-    before = matched(index, local)
-    review(index)
-    assert matched(index, local) == before == {1: LENGTH, 2: 4}
-    assert index.ranks() == [(1, 0), (2, 0), (3, 0)]  # three of one strand that is worth its memory
-    index.remove(1, 0, Tier.DEVICE, local[8:])
-    review(index)
-    assert matched(index, local) == {1: 8, 2: 4}
-    assert index.ranks() == [(1, 0), (2, 0)]
-    assert index.evicted == 3 + 1 + 2
-    assert positions_kept(index) <= holes.MOST_POSITIONS * index.total_blocks
-    # And what was evicted may come back.
-    store(index, 2, local[4:], parent=local[3])
-    store(index, 3, local)
-    assert matched(index, local) == {1: 8, 2: LENGTH, 3: LENGTH}
-
-
-@pytest.mark.usefixtures("spared")
 def test_a_start_that_nobody_holds_goes_with_the_little_that_hangs_on_it() -> None:
     index = KvIndex(16)
     local = prompt(1, 5_000)  # several strands, of which all but the last lose all their blocks
@@ -121,20 +94,6 @@ def test_a_start_that_nobody_holds_stays_for_the_much_that_hangs_on_it() -> None
     store(index, 1, system)
     for number in range(2, 30):
         assert matched(index, system + prompt(number)) == {1: 2 * LENGTH}
-
-
-@pytest.mark.usefixtures("spared")
-def test_what_follows_a_start_that_others_hold_whole_keeps_its_own_start() -> None:
-    index = KvIndex(16)
-    local = prompt(1, 1024) + prompt(2)  # two strands
-    store(index, 1, local)
-    index.remove(1, 0, Tier.DEVICE, local[1024 + 4 : -1])
-    for number in range(3, 60):
-        store(index, 2, prompt(number))
-        index.remove(2, 0, Tier.DEVICE, prompt(number)[:-1])
-    review(index)
-    assert index.blocks(1, 0, Tier.DEVICE) == 1024 + 4
-    assert matched(index, local) == {1: 1024 + 4}
 
 
 @pytest.mark.usefixtures("spared")
@@ -175,26 +134,6 @@ def test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed(
         worst[prompts] = max(lines)
         assert index.is_empty
     assert worst[25] <= worst[5] + 20
-
-
-@pytest.mark.usefixtures("spared")
-def test_a_review_passes_over_a_rank_that_is_being_taken_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
-    index = KvIndex(16)
-    for worker in (1, 2):
-        store(index, worker, prompt(1))
-    index.clear(2, 0)  # nothing of it is seen, and its bit stays in the run until it is swept
-    evicted: list[int] = []
-    for _ in holes.review(index._device, lambda rank, blocks: evicted.append(blocks)):
-        pass
-    assert evicted == []
-    assert matched(index, prompt(1)) == {1: LENGTH}
-    while index.sweep(10):
-        pass
-    assert index.ranks() == [(1, 0)]
-    assert positions_kept(index) == 2 * LENGTH
 
 
 def test_a_review_comes_after_many_blocks_were_dropped_by_whatever_way(

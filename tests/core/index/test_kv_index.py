@@ -139,18 +139,6 @@ def test_beyond_its_bound_a_rank_loses_its_oldest_blocks() -> None:
     assert index.blocks(*A, Tier.DEVICE) == 6
 
 
-def test_a_bound_is_kept_where_the_oldest_run_was_split() -> None:
-    index = KvIndex(16)
-    store(index, A, [1, 2, 3, 4])
-    store(index, A, [5], 102)
-    index.set_bound(A[0], 4, None)  # of the split run's two pieces only the second is touched
-    assert device(index, [1, 2, 3, 4]) == {A: 3}
-    index.remove(*A, Tier.DEVICE, [103])
-    index.set_bound(A[0], 1, None)  # now the rank holds nothing of the second
-    assert index.blocks(*A, Tier.DEVICE) == 1
-    assert index.evicted == 3
-
-
 def test_lower_tiers_have_a_bound_each_and_a_default() -> None:
     index = KvIndex(16, device_bound=2, lower_tier_bound=2)
     store(index, A, [1, 2, 3])
@@ -175,19 +163,6 @@ def test_a_rank_that_is_cleared_while_it_is_brought_below_its_bound_holds_up_no_
     while index.sweep(100):
         pass
     assert [index.blocks(1, dp_rank, Tier.DISK) for dp_rank in (0, 1)] == [0, 5]
-
-
-@pytest.mark.parametrize("over", [Tier.DEVICE, Tier.HOST_PINNED, Tier.EXTERNAL])
-def test_a_new_bound_is_kept_on_each_tier_whatever_the_others_hold(over: Tier) -> None:
-    index = KvIndex(16)
-    for tier in (Tier.DEVICE, Tier.HOST_PINNED, Tier.EXTERNAL):
-        store(index, A, range(1_000 if tier == over else 5), tier=tier)
-    index.set_bound(1, 10, 10)
-    give_back(index)
-    blocks = {tier: index.blocks(*A, tier) for tier in Tier}
-    assert blocks == {tier: 0 if tier == Tier.DISK else 5 for tier in Tier} | {over: 10}
-    index.set_bound(1, 10, 10)
-    assert not index.sweep(1)  # nothing is beyond it
 
 
 # Dump
@@ -216,19 +191,6 @@ def test_a_dump_lists_runs_by_rank_parents_first() -> None:
         [stored(B, Tier.DEVICE, None, [1])],
     ]
     assert [[run.worker_id for run in runs] for runs in index.dump(worker_id=2)] == [[2]]
-
-
-def test_a_dump_leaves_out_what_cannot_be_reached() -> None:
-    index = KvIndex(4)
-    store(index, A, [1, 2, 3])
-    store(index, A, [4], 101)
-    store(index, B, [1, 2, 3])
-    index.remove(*A, Tier.DEVICE, [102])
-    index.remove(*B, Tier.DEVICE, [101])
-    assert list(index.dump()) == [
-        [stored(A, Tier.DEVICE, None, [1]), stored(A, Tier.DEVICE, 101, [4])],
-        [],
-    ]
 
 
 def test_blocks_in_a_ring_are_dumped_once() -> None:
