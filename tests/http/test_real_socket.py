@@ -134,14 +134,6 @@ async def test_a_hang_up_can_be_asked_for_before_it_is_read(
         await until(lambda: not server.connections.open)
 
 
-@on_tcp
-async def test_a_client_that_half_closes_gets_all_its_answers(server: Server) -> None:
-    reader, writer = await server.connect()
-    writer.write(GET * 200)
-    writer.write_eof()
-    assert (await reader.read()).count(b"/a 0") == 200
-
-
 @either
 @on_loop
 async def test_a_client_that_does_not_read_holds_back_its_own_requests_only(opened: Opens) -> None:

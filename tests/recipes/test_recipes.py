@@ -241,28 +241,6 @@ def test_what_needs_no_choice_passes_through(peaceful: Fleet) -> None:
 
 
 @on_unix
-@pytest.mark.parametrize(
-    "path", ["/v1/chat/%63ompletions", "/v1%2Fchat/completions", "/v1/chat/completions/"]
-)
-def test_a_completion_is_booked_however_its_path_is_spelled(peaceful: Fleet, path: str) -> None:
-    """Engines take escapes for what they mean; this fake one need not."""
-    peaceful.ask(chat("however"), path)
-    wait_until(lambda: peaceful.lines() == {"freed": 1}, "it is booked and freed")
-
-
-@on_unix
-def test_a_body_that_is_no_request_is_refused_in_openais_words(peaceful: Fleet) -> None:
-    fleet = peaceful
-    status, headers, body = fleet.ask(b"{not json")
-    assert (status, headers["content-type"]) == (400, "application/json")
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
-    # What no worker knows is answered by one: it knows best.
-    status, _, body = fleet.ask({**chat("hello"), "model": "other"})
-    assert (status, "other" in json.loads(body)["error"]["message"]) == (404, True)
-    assert fleet.selector.active() == 0
-
-
-@on_unix
 def test_long_prompts_are_routed_too(peaceful: Fleet) -> None:
     fleet = peaceful
     text = "a long prompt, and longer still. " * 6_000  # 200 kB

@@ -36,7 +36,6 @@ from lean_selector.tools.simulated_engines import (
     make_request,
 )
 from loadtest.child_service import free_port
-from tests.support.running_service import wait_until
 
 MODEL = "m"
 BLOCK_SIZE = 16
@@ -142,9 +141,6 @@ class OpenAiWorker:
             connection.request("GET", "/fake/seen")
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
             return answer
-
-    def wait_until_idle(self) -> None:
-        wait_until(lambda: self.seen()["active"] == 0, "the worker has no request any more")
 
     def __enter__(self) -> Self:
         self.start()

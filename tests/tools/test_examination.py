@@ -79,12 +79,6 @@ def is_connected(selector: RunningService, worker_id: int) -> bool:
     return any(row["worker_id"] == worker_id and row["connection"] == "connected" for row in rows)
 
 
-def is_in(selector: RunningService, worker_id: int, state: str) -> bool:
-    """The source of its first rank."""
-    rows = selector.get("/kv_sources")[1]
-    return any(row["worker_id"] == worker_id and row["state"] == state for row in rows)
-
-
 def what(found: Findings, level: str, subject: str) -> list[str]:
     return [
         finding["what"]
