@@ -188,7 +188,7 @@ class WorkerHandlers(ReplicaHandlers):
                 self.remove, gives=WorkerRecord),
             with_warnings(Route("POST", "/workers/{worker_id}/report", WRITE, "workers",
                 "Report the outcome of a request to a worker",
-                self.report, body=WorkerReport)),
+                self.record_outcome, body=WorkerReport)),
         )  # fmt: skip
 
     def record(self, worker: Worker) -> WorkerRecord:
@@ -252,9 +252,9 @@ class WorkerHandlers(ReplicaHandlers):
             for each in self.selector.catalog.matching(model_name, tenant_id)
         ]
 
-    def report(self, worker_id: int, body: WorkerReport) -> Ok:
+    def record_outcome(self, worker_id: int, body: WorkerReport) -> Ok:
         ttft_s = None if body.ttft_ms is None else body.ttft_ms / 1000.0
-        self.selector.health.report(
+        self.selector.health.record_outcome(
             worker_id, body.dp_rank, body.outcome, self._clock(), ttft_s, body.cached_tokens
         )
         return OK

@@ -260,7 +260,8 @@ class DecisionLog(Part):
         at_ms = (self._epoch_s + reservation.touched_at) * 1e3
         line.timestamp = round(at_ms - line.waited_ms, 3)
         line.model, line.tenant = target.model_name, target.tenant_id
-        line.worker, line.rank = reservation.rank.worker_id, reservation.rank.dp_rank
+        line.worker = reservation.rank_load.worker_id
+        line.rank = reservation.rank_load.dp_rank
         self._begun[reservation_id] = line
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:

@@ -69,7 +69,9 @@ class AccessLogReaders:
     ) -> None:
         """Opens the sockets. Raises StartError."""
         served = None if decisions is None else decisions.served
-        self.ends = LogEnds(selector.reservations.free, selector.health.report, clock, served)
+        self.ends = LogEnds(
+            selector.reservations.free, selector.health.record_outcome, clock, served
+        )
         self._paths: list[UnixPath] = []
         self._readers: list[LineReader] = []
         senders = Senders(config.allowed)

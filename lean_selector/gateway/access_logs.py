@@ -298,7 +298,7 @@ class LogEnds:
     def __init__(
         self,
         free: Callable[[str, float, bool], None],
-        report: Callable[[int, int | None, str, float], None],
+        record_outcome: Callable[[int, int | None, str, float], None],
         clock: Callable[[], float],
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
@@ -306,7 +306,7 @@ class LogEnds:
         outcome of a request to outlier detection; both may raise NotFound. Before `free`, `served`
         is called with the reservation, the worker, the rank and the time to first token."""
         self._free = free
-        self._report = report
+        self._record_outcome = record_outcome
         self._clock = clock
         self._served = served
         # Reservation -> time of an end that came early, the oldest first
@@ -345,7 +345,7 @@ class LogEnds:
             # A refused connection counts for the whole worker.
             dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
             try:
-                self._report(ended.worker_id, dp_rank, ended.outcome, now)
+                self._record_outcome(ended.worker_id, dp_rank, ended.outcome, now)
             except NotFound:
                 self.unknown_workers += 1
 

@@ -177,13 +177,13 @@ class GatewayHandler:
         return refusal(status, message, code, id_line(request_id))
 
     def _failed(self, use: WorkerUse, outcome: str) -> None:
-        self._rotation.report(use.endpoint, outcome, monotonic())
+        self._rotation.record_outcome(use.endpoint, outcome, monotonic())
 
     def _over(self, proxied: ProxiedRequest) -> None:
         self._under_way.discard(proxied)
         use = proxied.use
         if use is not None and proxied.outcome is not None:
-            self._rotation.report(use.endpoint, proxied.outcome, monotonic())
+            self._rotation.record_outcome(use.endpoint, proxied.outcome, monotonic())
         routed, timing = proxied.routed, proxied.timing
         if use is not None and routed is not None and timing is not None:
             path = proxied.request.path

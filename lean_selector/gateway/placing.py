@@ -256,7 +256,7 @@ class _Reservation(WorkerUse):
             )
         except NotFound:
             if outcome is not None and self.worker_id in self._selector.catalog.workers:
-                self._selector.health.report(self.worker_id, None, outcome, now)
+                self._selector.health.record_outcome(self.worker_id, None, outcome, now)
 
 
 def peeked_model(body: bytes | bytearray) -> str | None:

@@ -129,9 +129,9 @@ class Rotation:
     def is_well(self, endpoint: Upstream) -> bool:
         return (endpoint.number, 0) not in self._health.out and endpoint.text not in self.ejected
 
-    def report(self, endpoint: Upstream, outcome: str, now: float) -> None:
+    def record_outcome(self, endpoint: Upstream, outcome: str, now: float) -> None:
         if endpoint in self.in_turn:
-            self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
+            self._health.record_outcome([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
         """Ends ejections that are over; closes connections that are idle or silent for too long."""

@@ -27,7 +27,7 @@ def test_what_a_worker_was_given_and_how_that_went() -> None:
     driven.book("a", isl_tokens=16, pin=(1, 0))
     driven.book("b", hashes=[1, 2, 3], isl_tokens=13, pin=(1, 0))
     driven.selector.reservations.end("b", "ok", 8, driven.now)
-    driven.selector.health.report(1, 0, "failed", driven.now, ttft_s=0.25, cached_tokens=4)
+    driven.selector.health.record_outcome(1, 0, "failed", driven.now, ttft_s=0.25, cached_tokens=4)
     found = scraped(driven)
     for name, value in {
         f'lean_selector_worker_selections_total{{{NAMED}"1"}}': 2,
@@ -82,7 +82,7 @@ def test_how_long_a_worker_is_ejected() -> None:
     driven.register(1)
     driven.register(2)
     for _ in range(3):
-        driven.selector.health.report(2, None, "refused", driven.now)
+        driven.selector.health.record_outcome(2, None, "refused", driven.now)
     driven.now = 7.0
     found = scraped(driven)
     assert found[f'lean_selector_worker_ejected_seconds{{{NAMED}"2"}}'] == 7.0
@@ -99,12 +99,12 @@ def test_ejections_are_counted_by_what_they_came_of() -> None:
         (["refused"] * 3, ["refused", "failed", "refused"], ["refused", "refused", "failed"])
     ):
         for outcome in outcomes:
-            health.report(worker_id, None, outcome, driven.now)
+            health.record_outcome(worker_id, None, outcome, driven.now)
     for _ in range(3):
         health.polled(3, "503", driven.now)
     driven.now = 31.0
     health.settle(driven.now)
-    health.report(0, 0, "failed", driven.now)  # on probation: at once
+    health.record_outcome(0, 0, "failed", driven.now)  # on probation: at once
     found = scraped(driven)
     start = 'lean_selector_rank_ejections_total{model="default",tenant_id="default",reason='
     counts = {name[len(start) : -1]: found[name] for name in found if name.startswith(start)}

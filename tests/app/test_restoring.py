@@ -64,7 +64,7 @@ def told(kept: Kept) -> object:
         },
         {
             held.request_id: (
-                *held.rank.key,
+                *held.rank_load.key,
                 held.prefill_tokens,
                 held.prefill_done,
                 held.router_id,

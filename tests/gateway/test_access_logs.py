@@ -209,7 +209,7 @@ class Books(DrivenSelector):
         super().__init__(**settings)
         self.register(7, data_parallel_size=2)
         self.ends = LogEnds(
-            self.selector.reservations.free, self.selector.health.report, lambda: self.now
+            self.selector.reservations.free, self.selector.health.record_outcome, lambda: self.now
         )
 
     @property

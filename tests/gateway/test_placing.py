@@ -219,7 +219,7 @@ def test_a_worker_that_came_back_is_given_a_share_that_grows() -> None:
     )
     key = (1, 0)
     for _ in range(3):
-        partition.report([key], "failed", NOW)
+        partition.record_outcome([key], "failed", NOW)
     served = [chosen(chooser, next(numbers)) for _ in range(12)]
     assert 1 not in served
     partition.settle_health(NOW + 30.0)

@@ -317,11 +317,13 @@ class QueueMachine(RuleBasedStateMachine):
         dp_rank=st.none() | dp_ranks,
         outcome=st.sampled_from([OK, FAILED, FAILED]),
     )
-    def report(self, worker_id: int, dp_rank: int | None, outcome: str) -> None:
+    def record_outcome(self, worker_id: int, dp_rank: int | None, outcome: str) -> None:
         worker = self.model.catalog.workers.get(worker_id)
         if worker is not None and (dp_rank is None or dp_rank in worker.spec.ranks):
             before = self.selector.catalog.partitions[KEY].candidates
-            self.both(lambda each: each.health.report(worker_id, dp_rank, outcome, self.now))
+            self.both(
+                lambda each: each.health.record_outcome(worker_id, dp_rank, outcome, self.now)
+            )
             if self.selector.catalog.partitions[KEY].candidates != before:
                 self.after_event()
 

@@ -258,7 +258,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert self.slots.reservations.keys() == self.live.keys()
         for request_id, r in self.live.items():
             got = self.slots.reservations[request_id]
-            assert got.rank is self.slots.ranks[r.key]
+            assert got.rank_load is self.slots.ranks[r.key]
             assert got.prefill_tokens == r.prefill_tokens
             assert got.touched_at == r.touched_at
             assert got.is_replica is r.is_replica

@@ -67,7 +67,7 @@ class Ejections:
 
     # -- what is heard -----------------------------------------------------------------------------
 
-    def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
+    def record_outcome(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
         """Record the outcome of a request to these ranks: one rank, or all ranks of a worker if the
         outcome concerns the whole worker. `total`: number of ranks in the partition."""
         if not self.ranks and outcome == OK:

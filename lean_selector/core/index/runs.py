@@ -73,14 +73,14 @@ class Run:
 
     def set_held(self, bit: int, held: int) -> None:
         """Record which blocks of the run (a bit mask) the rank with this bit number holds."""
-        rank = 1 << bit
+        rank_set = 1 << bit
         partial = self.partial
         before = partial.get(bit, 0) if partial else 0
         if held == (1 << (len(self.label) >> 3)) - 1:
-            self.whole |= rank
+            self.whole |= rank_set
             held = 0
-        elif self.whole & rank:
-            self.whole ^= rank
+        elif self.whole & rank_set:
+            self.whole ^= rank_set
         if held:
             if partial is None:
                 self.partial = {bit: held}
@@ -91,24 +91,24 @@ class Run:
             if not partial:
                 self.partial = self._leads = None
         if self._leads is not None:
-            self._update_leads(rank, before, held)
+            self._update_leads(rank_set, before, held)
         if (limit := self._limit) >= 0:
             self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
-    def _update_leads(self, rank: int, before: int, held: int) -> None:
+    def _update_leads(self, rank_set: int, before: int, held: int) -> None:
         """Update the cached result of `leads` after one rank has gained or lost blocks."""
         leads, old, new = self._leads, _leading(before), _leading(held)
         assert leads is not None
         if old == new:
             return
         if old:
-            rest = leads[old] ^ rank
+            rest = leads[old] ^ rank_set
             if rest:
                 leads[old] = rest
             else:
                 del leads[old]
         if new:
-            leads[new] = leads.get(new, 0) | rank
+            leads[new] = leads.get(new, 0) | rank_set
 
     def leads(self) -> ItemsView[int, int]:
         """Group ranks that hold only a part of the run by how many of its leading blocks they hold.

@@ -22,8 +22,8 @@ class PromptTrie:
     def __init__(self) -> None:
         self.root = ActiveRun(b"", None, {}, {})
 
-    def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
-        """Add a prompt on a rank; `rank` is a set with only this rank. Return the prompt's last
+    def insert(self, hashes: bytes, rank_set: int) -> tuple[ActiveRun, int]:
+        """Add a prompt on a rank; `rank_set` has only this rank. Return the prompt's last
         run (the root for an empty prompt), and how many of its blocks are new on the rank. The run
         remains the prompt's last run when other prompts are inserted or removed."""
         run = self.root
@@ -33,7 +33,7 @@ class PromptTrie:
             child = run.children.get(first)
             if child is None:
                 rest = hashes[start:]
-                run.children[first] = run = ActiveRun(rest, run, {}, {rank: 1}, rank)
+                run.children[first] = run = ActiveRun(rest, run, {}, {rank_set: 1}, rank_set)
                 new_bytes += len(rest)
                 break
             label = child.label
@@ -41,31 +41,31 @@ class PromptTrie:
                 child = _split(child, _common_bytes(label, hashes, start))
                 label = child.label
             run = child
-            held = run.refs.get(rank, 0)
-            run.refs[rank] = held + 1
+            held = run.refs.get(rank_set, 0)
+            run.refs[rank_set] = held + 1
             if not held:
-                run.mask |= rank
+                run.mask |= rank_set
                 new_bytes += len(label)
             start += len(label)
         run.ends += 1
         return run, new_bytes // HASH_BYTES
 
-    def remove(self, run: ActiveRun, rank: int, weights: BlockWeights) -> int:
+    def remove(self, run: ActiveRun, rank_set: int, weights: BlockWeights) -> int:
         """Remove one prompt that ends with `run` from a rank. Return how many of its blocks no
         other prompt on the rank has. Updates `weights`, the weights of the rank's blocks."""
         run.ends -= 1
         freed_bytes = 0
         while (parent := run.parent) is not None:
             refs = run.refs
-            held = refs[rank]
+            held = refs[rank_set]
             if held > 1:
-                refs[rank] = held - 1
+                refs[rank_set] = held - 1
             else:
-                del refs[rank]
-                run.mask ^= rank
+                del refs[rank_set]
+                run.mask ^= rank_set
                 freed_bytes += len(run.label)
                 if run.weights is not None:
-                    _weigh_run(run, rank, 1.0, weights)
+                    _weigh_run(run, rank_set, 1.0, weights)
             if not refs:
                 del parent.children[run.label[:HASH_BYTES]]
             elif not run.ends and len(run.children) == 1:
@@ -73,12 +73,12 @@ class PromptTrie:
             run = parent
         return freed_bytes // HASH_BYTES
 
-    def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
+    def weigh(self, run: ActiveRun, rank_set: int, weight: float, weights: BlockWeights) -> None:
         """Set the weight of the blocks that only one prompt on this rank has: the prompt that ends
         with `run`. Updates `weights`, which counts the rank's blocks by weight."""
         while (parent := run.parent) is not None:
-            if run.refs[rank] == 1:
-                _weigh_run(run, rank, weight, weights)
+            if run.refs[rank_set] == 1:
+                _weigh_run(run, rank_set, weight, weights)
             if not run.ends and len(run.children) == 1:
                 _merge_into_child(run)
             run = parent
@@ -147,13 +147,13 @@ def _merge_into_child(run: ActiveRun) -> None:
     parent.children[run.label[:HASH_BYTES]] = child
 
 
-def _weigh_run(run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
+def _weigh_run(run: ActiveRun, rank_set: int, weight: float, weights: BlockWeights) -> None:
     held = run.weights or {}
-    weights.move(held.get(rank, 1.0), weight, len(run.label) // HASH_BYTES)
+    weights.move(held.get(rank_set, 1.0), weight, len(run.label) // HASH_BYTES)
     if weight != 1.0:
-        held[rank] = weight
+        held[rank_set] = weight
     else:
-        held.pop(rank, None)
+        held.pop(rank_set, None)
     run.weights = held or None
 
 

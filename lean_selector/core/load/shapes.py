@@ -52,7 +52,7 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
 
     request_id: str  # equal to that of `spec`
     spec: ReservationSpec
-    rank: RankLoad
+    rank_load: RankLoad
     run: ActiveRun  # the prompt's last run in the trie; the root for an empty prompt
     block_count: int  # how many blocks the prompt has, including shared ones
     prefill_tokens: int  # not computed yet: 0 from prefill_complete on

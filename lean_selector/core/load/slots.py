@@ -71,24 +71,24 @@ class Slots:
 
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
         """Return the load of a rank. Adds the rank, without load, if it is new."""
-        rank = self.ranks.get((worker_id, dp_rank))
-        if rank is None:
-            rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
-            self.ranks[rank.key] = rank
+        load = self.ranks.get((worker_id, dp_rank))
+        if load is None:
+            load = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
+            self.ranks[load.key] = load
             self.ranks_added += 1
-        return rank
+        return load
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
         """Remove a rank and its reservations. Return the reservations; [] for an unknown rank."""
-        rank = self.ranks.pop((worker_id, dp_rank), None)
-        if rank is None:
+        load = self.ranks.pop((worker_id, dp_rank), None)
+        if load is None:
             return []
-        dropped = [self.reservations[request_id] for request_id in rank.reservations]
+        dropped = [self.reservations[request_id] for request_id in load.reservations]
         for reservation in dropped:
             self.dropped += reservation.router_id is None
             self._detach(reservation)
-        self.bits.release(rank.key)
-        rank.active_prefill_tokens = rank.active_decode_blocks = rank.distinct_blocks = 0
+        self.bits.release(load.key)
+        load.active_prefill_tokens = load.active_decode_blocks = load.distinct_blocks = 0
         return dropped
 
     def book(
@@ -104,21 +104,21 @@ class Slots:
         match the number of tokens. router_id: the peer that admitted the request; None: this
         replica. Raises NotFound for an unknown rank, then DuplicateRequest for a live id."""
         request_id = spec.request_id
-        rank = self.ranks.get((spec.worker_id, spec.dp_rank))
-        if rank is None:
+        load = self.ranks.get((spec.worker_id, spec.dp_rank))
+        if load is None:
             where = rank_text(spec.worker_id, spec.dp_rank)
             raise NotFound(f"Worker {where} not found")
         if (live := self.reservations.get(request_id)) is not None:
-            raise DuplicateRequest(request_id, *live.rank.key)
+            raise DuplicateRequest(request_id, *live.rank_load.key)
         assert len(sequence_hashes) % HASH_BYTES == 0, "whole hashes"
         prefill_tokens = spec.prefill_tokens
         if prefill_tokens is None or not spec.track_prefill_tokens:
             prefill_tokens = 0
-        run, new_blocks = self._trie.insert(sequence_hashes, rank.mask)
+        run, new_blocks = self._trie.insert(sequence_hashes, load.mask)
         reservation = Reservation(
             request_id,
             spec,
-            rank,
+            load,
             run,
             len(sequence_hashes) // HASH_BYTES,
             prefill_tokens,
@@ -127,9 +127,9 @@ class Slots:
             router_id,
             booked_at=now,
         )
-        ahead_tokens = rank.active_prefill_tokens + prefill_tokens
+        ahead_tokens = load.active_prefill_tokens + prefill_tokens
         self.reservations[request_id] = reservation
-        rank.reservations[request_id] = None
+        load.reservations[request_id] = None
         if router_id is None:
             self.booked += 1
             reservation.ahead_tokens = ahead_tokens
@@ -139,7 +139,7 @@ class Slots:
             self._copies_by_touch[request_id] = reservation
         self.heard_at = now
         self.revision += 1
-        self._set_load(rank, ahead_tokens, rank.distinct_blocks + new_blocks)
+        self._set_load(load, ahead_tokens, load.distinct_blocks + new_blocks)
         return reservation
 
     def set_time(self, now: float) -> None:
@@ -156,9 +156,9 @@ class Slots:
         first = not reservation.prefill_done
         reservation.prefill_done = True
         if tokens := reservation.prefill_tokens:
-            rank = reservation.rank
+            load = reservation.rank_load
             reservation.prefill_tokens = 0
-            self._set_load(rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks)
+            self._set_load(load, load.active_prefill_tokens - tokens, load.distinct_blocks)
         return reservation, first
 
     def output_block(
@@ -175,18 +175,18 @@ class Slots:
         reservation = self.reservations.get(request_id)
         if reservation is None:
             return None
-        rank = reservation.rank
+        load = reservation.rank_load
         reservation.output_blocks += blocks
         if decay_fraction is not None:
-            weights = rank.block_weights
-            self._trie.weigh(reservation.run, rank.mask, decay_fraction, weights)
+            weights = load.block_weights
+            self._trie.weigh(reservation.run, load.mask, decay_fraction, weights)
             weighted, output = reservation.weighted_output_blocks, reservation.output_blocks
             weights.move(reservation.output_weight, decay_fraction, weighted)
             weights.move(1.0, decay_fraction, output - weighted)
             reservation.weighted_output_blocks = output
             reservation.output_weight = decay_fraction
         self._touch(reservation, now)
-        self._set_load(rank, rank.active_prefill_tokens, rank.distinct_blocks + blocks)
+        self._set_load(load, load.active_prefill_tokens, load.distinct_blocks + blocks)
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
@@ -291,25 +291,25 @@ class Slots:
         self.revision += 1
 
     def _release(self, reservation: Reservation) -> None:
-        rank, tokens = reservation.rank, reservation.prefill_tokens
+        load, tokens = reservation.rank_load, reservation.prefill_tokens
         freed_blocks = self._detach(reservation)
         self._set_load(
-            rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks - freed_blocks
+            load, load.active_prefill_tokens - tokens, load.distinct_blocks - freed_blocks
         )
 
     def _detach(self, reservation: Reservation) -> int:
         """Remove a reservation, but do not update its rank's load. Return by how many blocks the
         load of the rank must shrink."""
-        request_id, rank = reservation.request_id, reservation.rank
+        request_id, load = reservation.request_id, reservation.rank_load
         self.revision += 1
         del self.reservations[request_id]
-        del rank.reservations[request_id]
+        del load.reservations[request_id]
         if reservation.router_id is None:
             del self._local_by_touch[request_id]
         elif self._copies_by_touch.pop(request_id, None) is None:
             del self._backdated[request_id]
-        weights = rank.block_weights
-        freed_blocks = self._trie.remove(reservation.run, rank.mask, weights)
+        weights = load.block_weights
+        freed_blocks = self._trie.remove(reservation.run, load.mask, weights)
         reservation.run = self._trie.root  # another run may absorb `run`
         if reservation.output_blocks:
             weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)
@@ -317,16 +317,16 @@ class Slots:
             self.on_ended(reservation)
         return freed_blocks + reservation.output_blocks
 
-    def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
+    def _set_load(self, load: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
         """Set a rank's load, and call `on_load_change`."""
-        rank.active_prefill_tokens = prefill_tokens
-        rank.distinct_blocks = distinct_blocks
-        weights = rank.block_weights
-        rank.active_decode_blocks = (
+        load.active_prefill_tokens = prefill_tokens
+        load.distinct_blocks = distinct_blocks
+        weights = load.block_weights
+        load.active_decode_blocks = (
             weights.rounded_total(distinct_blocks) if weights.counts else distinct_blocks
         )
         if self.on_load_change is not None:
-            self.on_load_change(rank)
+            self.on_load_change(load)
 
 
 def _overdue(

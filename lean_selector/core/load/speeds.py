@@ -88,7 +88,7 @@ class Speeds:
         seconds = now - reservation.booked_at if ttft_s is None else ttft_s
         if seconds <= 0.0:
             return
-        load = reservation.rank
+        load = reservation.rank_load
         speed = self._by_bit.get(load.bit)
         if speed is not None and speed.median:
             load.counts.predict(speed.median * tokens, seconds)
@@ -97,11 +97,11 @@ class Speeds:
     def ended(self, reservation: Reservation, now: float) -> None:
         """Learn from a request that ended without a first token, if it took longer than usual."""
         tokens = reservation.ahead_tokens
-        known = self.seconds_per_token(reservation.rank)
+        known = self.seconds_per_token(reservation.rank_load)
         if tokens >= LEAST_TOKENS and known is not None:
             seconds = (now - reservation.booked_at) / tokens
             if seconds > known:
-                self._sample(reservation.rank, seconds, now)
+                self._sample(reservation.rank_load, seconds, now)
 
     def seconds_per_token(self, load: RankLoad) -> float | None:
         """Return the rank's time per prompt token in seconds; None if unknown."""

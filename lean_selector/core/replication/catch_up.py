@@ -72,8 +72,8 @@ class CatchUp:
         return fate
 
     def _take(self, live: LiveReservation, now: float) -> Fate:
-        rank, request_id = _key_of(live.spec), live.spec.request_id
-        heard = None if self._noted is None else self._noted.get((_id_of(live), rank))
+        key, request_id = _key_of(live.spec), live.spec.request_id
+        heard = None if self._noted is None else self._noted.get((_id_of(live), key))
         if (
             live.router_id == self._router_id  # our state is newer
             or heard is EventKind.FREE
@@ -81,7 +81,7 @@ class CatchUp:
         ):
             return Fate.KNOWN
         target = self._lookup(live.model_name, live.tenant_id)
-        if target is None or rank not in target.slots.ranks or live.block_size != target.block_size:
+        if target is None or key not in target.slots.ranks or live.block_size != target.block_size:
             return Fate.UNFIT
         slots = target.slots
         if request_id in slots.reservations:
@@ -109,7 +109,7 @@ def ended_meanwhile(
     for target in targets:
         for held in list(target.slots.reservations.values()):
             live = by_id.get((target.model_name, target.tenant_id, held.request_id))
-            if live is not None and _key_of(live.spec) != held.rank.key:
+            if live is not None and _key_of(live.spec) != held.rank_load.key:
                 live = None
             if (
                 held.router_id != router_id

@@ -100,7 +100,10 @@ class ReplicaApplier:
         if held is None:
             self._remember(event, now)
             return Verdict.UNKNOWN_REQUEST
-        if held.rank.key != (spec.worker_id, spec.dp_rank) and held.router_id != event.router_id:
+        if (
+            held.rank_load.key != (spec.worker_id, spec.dp_rank)
+            and held.router_id != event.router_id
+        ):
             return Verdict.WORKER_MISMATCH
         if event.kind is EventKind.FREE:
             slots.free(request_id, now)

@@ -130,7 +130,7 @@ class Partition:
         replicas are not told, because they release the session when they remove the rank."""
         slots, sessions = self.slots, self.sessions
         assert sessions is not None, "there are sessions"
-        is_rank_there = reservation.rank.key in slots.ranks
+        is_rank_there = reservation.rank_load.key in slots.ranks
         sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
 
     def set_threshold(self, threshold: BusyThreshold) -> None:
@@ -174,9 +174,11 @@ class Partition:
 
     # -- health ------------------------------------------------------------------------------------
 
-    def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
+    def record_outcome(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
         """Record a request's outcome for these ranks. True if the eligible ranks changed."""
-        return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
+        return (
+            self.health.record_outcome(keys, outcome, len(self.slots.ranks), now) and self._admit()
+        )
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
         """Record a health poll of the worker that has these ranks. Return True if the set of
@@ -355,7 +357,7 @@ class Partition:
         """Undo `assume_cached` for a reservation, whose rank computed nothing of the prompt."""
         if self.routed is not None:
             names = self.slots.sequence_hashes_of(reservation)
-            self.routed.take_back(reservation.rank.key, names)
+            self.routed.take_back(reservation.rank_load.key, names)
 
     def emptied(self, worker_id: int, dp_rank: int) -> None:
         """Drop the blocks assumed cached on a rank, because the rank's engine lost its cache."""

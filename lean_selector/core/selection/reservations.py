@@ -225,7 +225,7 @@ class Reservations:
         """Record that a request's prefill is complete. `ttft_s`: its time to first token."""
         holders = self.holders(reservation_id)
         if ttft_s is not None:
-            counts = holders[0].slots.reservations[reservation_id].rank.counts
+            counts = holders[0].slots.reservations[reservation_id].rank_load.counts
             counts.ttft_s += ttft_s
             counts.ttft_count += 1
             if self.decisions is not None:
@@ -267,11 +267,11 @@ class Reservations:
         `reports_prefill`: the caller reports every completed prefill, whatever the outcome."""
         partition = self.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
-        rank = reservation.rank
+        load = reservation.rank_load
         if cached_tokens is not None:
             if self.decisions is not None:
                 self.decisions.reported(reservation_id, None, cached_tokens)
-            rank.counts.report_cached(
+            load.counts.report_cached(
                 cached_tokens,
                 reservation.block_count,
                 reservation.spec.prefill_tokens,
@@ -280,8 +280,8 @@ class Reservations:
             )
         self.free(reservation_id, now, was_served=not reports_prefill and outcome not in _FAULTS)
         if outcome is not None:
-            dp_rank = None if outcome == REFUSED else rank.dp_rank
-            self._health.report(rank.worker_id, dp_rank, outcome, now)
+            dp_rank = None if outcome == REFUSED else load.dp_rank
+            self._health.record_outcome(load.worker_id, dp_rank, outcome, now)
 
     def free(self, reservation_id: str, now: float, was_served: bool = True) -> None:
         """End a reservation. Without `was_served`, its rank is no longer assumed to cache the
@@ -330,5 +330,5 @@ def _booked(partition: Partition, spec: ReservationSpec, worker: SchedulableWork
 
 
 def _duplicate(partition: Partition, reservation_id: str) -> DuplicateRequest:
-    rank = partition.slots.reservations[reservation_id].rank
-    return DuplicateRequest(reservation_id, rank.worker_id, rank.dp_rank)
+    load = partition.slots.reservations[reservation_id].rank_load
+    return DuplicateRequest(reservation_id, load.worker_id, load.dp_rank)

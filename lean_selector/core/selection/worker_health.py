@@ -15,7 +15,7 @@ class WorkerHealth:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def report(
+    def record_outcome(
         self,
         worker_id: int,
         dp_rank: int | None,
@@ -45,7 +45,7 @@ class WorkerHealth:
             counts.ttft_count += 1
         if cached_tokens is not None:
             counts.cached_tokens += cached_tokens
-        if partition.report(keys, outcome, now):
+        if partition.record_outcome(keys, outcome, now):
             partition.queue.admit(now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:

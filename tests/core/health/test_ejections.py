@@ -30,7 +30,7 @@ def ejections(**changes: Any) -> Ejections:
 
 def fail(of: Ejections, *keys: tuple[int, int], times: int = 3) -> None:
     for _ in range(times):
-        of.report(keys, FAILED, FOUR, 0.0)
+        of.record_outcome(keys, FAILED, FOUR, 0.0)
 
 
 def test_an_ejected_rank_has_the_reason_and_when_it_returns() -> None:
@@ -51,10 +51,10 @@ def test_without_a_limit_reports_eject_nobody() -> None:
 
 def test_a_fleet_that_works_is_nothing_to_remember() -> None:
     some = ejections()
-    some.report([A], OK, FOUR, 0.0)
+    some.record_outcome([A], OK, FOUR, 0.0)
     some.poll([A], None, FOUR, 0.0)
     fail(some, A, times=1)
-    some.report([A], OK, FOUR, 0.0)
+    some.record_outcome([A], OK, FOUR, 0.0)
     assert some.ranks == {}
 
 
@@ -164,10 +164,10 @@ class EjectionMachine(RuleBasedStateMachine):
         whole=st.booleans(),
         outcome=st.sampled_from([OK, FAILED, FAILED, REFUSED]),
     )
-    def report(self, rank: tuple[int, int], whole: bool, outcome: str) -> None:
+    def record_outcome(self, rank: tuple[int, int], whole: bool, outcome: str) -> None:
         keys = [key for key in KEYS if key[0] == rank[0]] if whole else [rank]
         before = set(self.real.out)
-        self.told(self.real.report(keys, outcome, len(KEYS), float(self.now)), before)
+        self.told(self.real.record_outcome(keys, outcome, len(KEYS), float(self.now)), before)
         if outcome == OK:
             panic = len(self.out()) == len(KEYS)
             for each in (self.naive[key] for key in keys):

@@ -46,7 +46,7 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     assert catch_up.take(owner.snapshot()[0], here.now) is Fate.BOOKED
     copy = here.slots.reservations["r"]
     assert copy.router_id == PEER
-    assert (copy.rank.key, copy.prefill_tokens, copy.prefill_done) == ((7, 1), 48, False)
+    assert (copy.rank_load.key, copy.prefill_tokens, copy.prefill_done) == ((7, 1), 48, False)
     expected = copy.spec.lora_name, copy.spec.expected_output_tokens
     assert (*expected, copy.touched_at) == ("a", 9, 5.0)
     assert here.slots.sequence_hashes_of(copy) == PROMPT

@@ -144,7 +144,7 @@ def test_time_runs_from_when_a_rank_took_the_last_reservation_along(driven: Driv
 def test_an_ejected_rank_is_left_and_its_session_bound_anew(driven: DrivenSelector) -> None:
     book(driven, "a", allowed={1})
     for _ in range(3):
-        driven.selector.health.report(1, None, "failed", driven.now)
+        driven.selector.health.record_outcome(1, None, "failed", driven.now)
     assert select(driven) == book(driven, "b") == (2, 0)
     driven.now += 1000.0
     driven.selector.admit_waiting(driven.now)

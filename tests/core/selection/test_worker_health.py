@@ -20,7 +20,7 @@ def fleet(*worker_ids: int, **settings: object) -> DrivenSelector:
 
 def fail(driven: DrivenSelector, worker_id: int, dp_rank: int | None = None) -> None:
     for _ in range(3):
-        driven.selector.health.report(worker_id, dp_rank, FAILED, driven.now)
+        driven.selector.health.record_outcome(worker_id, dp_rank, FAILED, driven.now)
 
 
 def chosen(driven: DrivenSelector, **ties: object) -> set[int]:
@@ -48,7 +48,7 @@ def test_when_all_are_ejected_all_are_tried() -> None:
     fail(driven, 1)
     fail(driven, 2)
     assert chosen(driven) == {1, 2}
-    driven.selector.health.report(2, None, OK, driven.now)
+    driven.selector.health.record_outcome(2, None, OK, driven.now)
     assert chosen(driven) == {2}
 
 
@@ -74,7 +74,7 @@ def test_a_report_on_who_is_not_there_is_not_found_and_one_on_an_incomplete_work
     None
 ):
     driven = fleet(1)
-    report = driven.selector.health.report
+    report = driven.selector.health.record_outcome
     with pytest.raises(NotFound, match=r"^worker 9 not found$"):
         report(9, None, OK, 0.0)
     with pytest.raises(NotFound, match="dp_rank: 1"):
