@@ -30,7 +30,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 # -- how the API dialects differ -------------------------------------------------------------------
 # How the API dialects differ in the core's rules and texts.
 #
-# A dialect's bodies and answers are in `wire`, its routes in `service`. Chosen once, at start
+# A dialect's bodies and answers are in `wire`, its routes in `api`. Chosen once, at start
 # (`--api`). Spec: selection.md and selection_16.md.
 
 

@@ -13,7 +13,7 @@ from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.hearers import Decisions
+from lean_selector.core.selection.observers import Decisions
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker

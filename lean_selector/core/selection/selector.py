@@ -18,7 +18,7 @@ from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.cost import base_terms, terms, under
 from lean_selector.core.selection.fair_shares import FairShares
-from lean_selector.core.selection.hearers import Watch
+from lean_selector.core.selection.observers import Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.placement import placed

@@ -1,4 +1,4 @@
-"""Interfaces through which the selector reports choices to the decision log and the web page."""
+"""Interfaces through which the selector passes choices to the decision log and the web page."""
 
 from typing import Protocol
 
