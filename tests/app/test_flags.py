@@ -255,8 +255,8 @@ SAMPLES = {
     **{"URL": "http://a:1", "PORT": "5", "HOST": "a:1-2", "NAME": "public-xxh3-v1"},
     **{"WHERE": "dns:a:80", "JSON": "{}", "BYTES": "5", "MODE": "off", "NETWORK": "10.0.0.0/8"},
     "ADDRESS": "unixgram:/x",
-    "SELECTOR_URL": "http://a:1",
-    **{"MODEL_POLICY": "m=latency", "COLLECTOR": "http://a:1"},
+    **{"SELECTOR_URL": "http://a:1", "HEADER": "x-id"},
+    **{"MODEL_POLICY": "m=latency", "COLLECTOR": "http://a:1", "WEIGHT": "a=2"},
 }
 
 
