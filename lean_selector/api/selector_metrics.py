@@ -18,7 +18,7 @@ from lean_selector.api.exposition import (
 from lean_selector.api.metrics import WORKERS, load_families, scope_labels
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
-from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.inspection import established, saturation
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
@@ -74,6 +74,10 @@ def selection_families(
         arrivals = [waiting.arrived_at for waiting in partition.queue.in_order()]
         return now() - min(arrivals) if arrivals else 0.0
 
+    def saturations() -> Iterator[Sample]:
+        for partition in partitions():
+            yield scope_labels(partition, role="both"), saturation(partition)
+
     def rejected() -> Iterator[Sample]:
         for partition in partitions():
             yield from each(scope_labels(partition), "route", partition.shed)
@@ -85,6 +89,8 @@ def selection_families(
                 "Requests for a worker, rejected ones included."),
             "dynamo_tasks_rejected_total": (rejected,
                 "Requests for a worker that were shed because all workers were busy."),
+            "saturation": (saturations,
+                "How full the eligible ranks are: 0 idle, 1 full; above 1 there are too few."),
             "selections_total": (lambda: _outcomes(issued, overload_status),
                 "Requests for a worker by outcome."),
         }),

@@ -3,6 +3,7 @@
 Shapes and orders follow spec selection.md section 1.5 and indexer.md section 3.5. Lists are sorted
 (D13), and sums above u64 saturate (D6)."""
 
+import math
 from collections.abc import Iterable
 
 from msgspec import UNSET
@@ -52,6 +53,35 @@ def loads(
         )
         for partition in established(catalog, model_name, tenant_id)
     ]
+
+
+def saturation(partition: Partition) -> float:
+    """Return how full the ranks are that may get new requests: 0 idle, 1 full, above 1 too few. A
+    rank is as full as its waiting prefill or its active blocks, relative to the threshold at which
+    it is busy, or else to the queue's threshold and to all its blocks. Prompts in the queue count
+    as waiting prefill, in equal parts. Return 2 if requests wait and there is no rank for them."""
+    queue, ranks = partition.queue, partition.candidates.bit_count()
+    if not ranks:
+        return 2.0 if len(queue) else 0.0
+    batches = queue.rules.threshold
+    if not batches or math.isinf(batches):
+        batches = 1.0
+    queued, total = queue.isl_tokens / ranks, 0.0
+    for worker in partition.workers.values():
+        if not worker.mask & partition.candidates:
+            continue
+        batch, blocks = worker.max_num_batched_tokens, worker.total_kv_blocks
+        limits = partition.threshold.limits(blocks, batch)
+        most_tokens, most_blocks = limits.prefill_tokens, limits.decode_blocks
+        if math.isinf(most_tokens):
+            most_tokens = batches * batch
+        if math.isinf(most_blocks) and blocks:
+            most_blocks = blocks
+        for load in worker.loads:
+            if load.mask & partition.candidates:
+                by_tokens = (load.active_prefill_tokens + queued) / max(1.0, most_tokens)
+                total += max(by_tokens, load.active_decode_blocks / max(1.0, most_blocks))
+    return total / ranks
 
 
 def _detailed(partition: Partition, load: RankLoad) -> RankLoadRow:
