@@ -234,7 +234,7 @@ class RankLoad:
         self.active_decode_blocks = 0  # `distinct_blocks` by weight, rounded half away from zero
         self.distinct_blocks = 0  # distinct blocks of active prompts, and output blocks
         self.block_weights = BlockWeights()
-        self.reservations: dict[str, None] = {}  # ids, in order of booking
+        self.reservations: dict[str, None] = {}  # ids, first booked first
         self.bucket: LoadBucket | None = None
         # in blocks: decode blocks, plus the weight of the requests
         self.standing = 0.0
