@@ -13,6 +13,7 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -292,23 +293,20 @@ RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
 _MOST_SHOWN: Final = 200  # characters of a line that our log shows
 
 
+@dataclass(eq=False)
 class LogEnds:
-    """Handles access-log lines that report ended requests, and counts the lines by result."""
+    """Handles access-log lines that report ended requests, and counts the lines by result.
 
-    def __init__(
-        self,
-        free: Callable[[str, float, bool], None],
-        record_outcome: Callable[[int, int | None, str, float], None],
-        clock: Callable[[], float],
-        served: Callable[[str, int | None, int | None, float | None], None] | None = None,
-    ) -> None:
-        """`free(reservation_id, now, was_served)` ends a reservation, and `report` reports the
-        outcome of a request to outlier detection; both may raise NotFound. Before `free`, `served`
-        is called with the reservation, the worker, the rank and the time to first token."""
-        self._free = free
-        self._record_outcome = record_outcome
-        self._clock = clock
-        self._served = served
+    `free(reservation_id, now, was_served)` ends a reservation, and `report` reports the
+    outcome of a request to outlier detection; both may raise NotFound. Before `free`, `served`
+    is called with the reservation, the worker, the rank and the time to first token."""
+
+    free: Callable[[str, float, bool], None]
+    record_outcome: Callable[[int, int | None, str, float], None]
+    clock: Callable[[], float]
+    served: Callable[[str, int | None, int | None, float | None], None] | None = None
+
+    def __post_init__(self) -> None:
         # Reservation -> time of an end that came early, the oldest first
         self._early: dict[str, float] = {}
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
@@ -316,7 +314,7 @@ class LogEnds:
 
     def take(self, line: bytes) -> None:
         """Handles a datagram (an access-log line) from an allowed sender. Never raises."""
-        now = self._clock()
+        now = self.clock()
         try:
             ended = ended_of(line)
         except OtherLine:
@@ -333,10 +331,10 @@ class LogEnds:
         if ended.reservation_id is None:
             self.results[EMPTY if ended.worker_id is None else REPORTED] += 1
         else:
-            if self._served is not None:
-                self._served(ended.reservation_id, ended.worker_id, ended.dp_rank, ended.ttft_s)
+            if self.served is not None:
+                self.served(ended.reservation_id, ended.worker_id, ended.dp_rank, ended.ttft_s)
             try:
-                self._free(ended.reservation_id, now, ended.was_served)
+                self.free(ended.reservation_id, now, ended.was_served)
                 self.results[FREED] += 1
             except NotFound:
                 self.results[EARLY] += 1
@@ -345,7 +343,7 @@ class LogEnds:
             # A refused connection counts for the whole worker.
             dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
             try:
-                self._record_outcome(ended.worker_id, dp_rank, ended.outcome, now)
+                self.record_outcome(ended.worker_id, dp_rank, ended.outcome, now)
             except NotFound:
                 self.unknown_workers += 1
 
@@ -360,7 +358,7 @@ class LogEnds:
     def has_ended(self, reservation_id: str) -> bool:
         """Whether an access-log line ended a reservation before it was made. Forgets the line."""
         at = self._early.pop(reservation_id, None)
-        return at is not None and self._clock() - at <= EARLY_MEMORY_S
+        return at is not None and self.clock() - at <= EARLY_MEMORY_S
 
     def _remember(self, reservation_id: str, now: float) -> None:
         early = self._early

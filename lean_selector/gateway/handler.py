@@ -8,6 +8,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from time import monotonic
 from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
@@ -75,45 +76,32 @@ class Spans(Protocol):
     def end(self, proxied: ProxiedRequest) -> None: ...
 
 
+@dataclass(eq=False)
 class GatewayHandler:
-    """Handles all requests to the gateway's port. Used only on the loop's thread."""
+    """Handles all requests to the gateway's port. Used only on the loop's thread.
 
-    own: App  # answers /health and /ready; set it before the first request
+    `silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
+    is renewed, so that it does not expire. `request_timeout_s`: if no answer has begun within
+    this time, the client gets 504. `pass_through`: which requests outside ROUTED_PATHS are
+    proxied (all, openai or none). `selector_port`: port of the selector's API; 0: any."""
 
-    def __init__(
-        self,
-        placing: Placing,
-        rotation: Rotation,
-        models: ModelList,
-        counts: Counts,
-        *,
-        silence_s: float,
-        touch_after_s: float,
-        request_timeout_s: float | None = None,
-        token: Callable[[], bytes] | None,
-        access_log: bool,
-        most_body_bytes: int,
-        pass_through: str,
-        selector_port: int,
-        spans: Spans | None = None,
-    ) -> None:
-        """`silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
-        is renewed, so that it does not expire. `request_timeout_s`: if no answer has begun within
-        this time, the client gets 504. `pass_through`: which requests outside ROUTED_PATHS are
-        proxied (all, openai or none). `selector_port`: port of the selector's API; 0: any."""
-        self._pass_through = pass_through
-        self._selector_port = selector_port
-        self._spans = spans
-        self._placing = placing
-        self._rotation = rotation
-        self._models = models
-        self._counts = counts
-        self._silence_s = silence_s
-        self._touch_after_s = touch_after_s
-        self._request_timeout_s = request_timeout_s
-        self._token = token
-        self._access_log = access_log
-        self._most_body_bytes = most_body_bytes
+    placing: Placing
+    rotation: Rotation
+    models: ModelList
+    counts: Counts
+    _: KW_ONLY
+    silence_s: float
+    touch_after_s: float
+    request_timeout_s: float | None = None
+    token: Callable[[], bytes] | None
+    access_log: bool
+    most_body_bytes: int
+    pass_through: str
+    selector_port: int
+    spans: Spans | None = None
+    own: App = field(init=False)  # answers /health and /ready; set it before the first request
+
+    def __post_init__(self) -> None:
         self._under_way: set[ProxiedRequest] = set()
 
     def __call__(self, request: Request) -> bytes | PendingReply:
@@ -123,7 +111,7 @@ class GatewayHandler:
             text = "websocket upgrades are not supported by this gateway"
             return self._refused(request_id, 501, text, "no_websocket")
         if request.body_too_large:
-            text = f"the request body has more than {self._most_body_bytes} bytes"
+            text = f"the request body has more than {self.most_body_bytes} bytes"
             return self._refused(request_id, 413, text, "request_too_large")
         path, is_get = resource_of(request.path), request.method in (b"GET", b"HEAD")
         is_completion = path in ROUTED and request.method == b"POST"
@@ -132,12 +120,12 @@ class GatewayHandler:
         if is_get and path in OWN:
             return self.own(request)
         if is_get and path == MODELS:
-            return self._models.answer(id_line(request_id))
+            return self.models.answer(id_line(request_id))
         if is_get and path.startswith(MODELS + b"/"):
             model = path.removeprefix(MODELS + b"/").decode(errors="replace")
-            return self._models.answer(id_line(request_id), model)
+            return self.models.answer(id_line(request_id), model)
         if not is_completion and not self._passes(request.method, path):
-            port = f", {self._selector_port}" if self._selector_port else ""
+            port = f", {self.selector_port}" if self.selector_port else ""
             text = (
                 f"{request.method.decode()} {path[:256].decode(errors='replace')} is not "
                 "forwarded: this is the gateway; the selector's API and metrics are at "
@@ -148,11 +136,11 @@ class GatewayHandler:
             request,
             request_id,
             own_id,
-            self._counts,
+            self.counts,
             lambda each: self._place(each, is_completion),
             self._failed,
             self._over,
-            self._token,
+            self.token,
         )
         proxied.begin()
         if not proxied.is_over:
@@ -160,37 +148,37 @@ class GatewayHandler:
         return proxied.reply
 
     def _place(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
-        if self._spans is not None and is_completion and proxied.traceparent is None:
-            self._spans.begin(proxied)
-        return self._placing.begin(proxied, is_completion)
+        if self.spans is not None and is_completion and proxied.traceparent is None:
+            self.spans.begin(proxied)
+        return self.placing.begin(proxied, is_completion)
 
     def _passes(self, method: bytes, path: bytes) -> bool:
         """Whether a request is proxied for which no worker is chosen. Browsers ask by OPTIONS."""
         if method == b"OPTIONS" and (path in ROUTED or _is_of_models(path)):
             return True
-        if self._pass_through == "openai":
+        if self.pass_through == "openai":
             return _OPENAI.fullmatch(path) is not None
-        return self._pass_through == "all"
+        return self.pass_through == "all"
 
     def _refused(self, request_id: bytes, status: int, message: str, code: str) -> bytes:
-        self._counts.answers[status] += 1
+        self.counts.answers[status] += 1
         return refusal(status, message, code, id_line(request_id))
 
     def _failed(self, use: WorkerUse, outcome: str) -> None:
-        self._rotation.record_outcome(use.endpoint, outcome, monotonic())
+        self.rotation.record_outcome(use.endpoint, outcome, monotonic())
 
     def _over(self, proxied: ProxiedRequest) -> None:
         self._under_way.discard(proxied)
         use = proxied.use
         if use is not None and proxied.outcome is not None:
-            self._rotation.record_outcome(use.endpoint, proxied.outcome, monotonic())
+            self.rotation.record_outcome(use.endpoint, proxied.outcome, monotonic())
         routed, timing = proxied.routed, proxied.timing
         if use is not None and routed is not None and timing is not None:
             path = proxied.request.path
-            self._counts.genai.add(path, routed.model_name, use.endpoint, timing)
-        if self._spans is not None:
-            self._spans.end(proxied)
-        if self._access_log:
+            self.counts.genai.add(path, routed.model_name, use.endpoint, timing)
+        if self.spans is not None:
+            self.spans.end(proxied)
+        if self.access_log:
             self._log(proxied)
 
     def _log(self, proxied: ProxiedRequest) -> None:
@@ -230,21 +218,21 @@ class GatewayHandler:
 
     def sweep(self, now: float) -> None:
         """Ends requests that took too long, and renews reservations. Call this every second."""
-        self._rotation.sweep(now, self._silence_s)
-        self._counts.genai.keep(self._rotation.endpoints.values())
+        self.rotation.sweep(now, self.silence_s)
+        self.counts.genai.keep(self.rotation.endpoints.values())
         self._log_troubles()
-        limit_s = self._request_timeout_s
+        limit_s = self.request_timeout_s
         for proxied in list(self._under_way):
             if limit_s is not None and not proxied.reply.begun and proxied.age_s > limit_s:
                 proxied.time_out(limit_s)
-            elif proxied.use is not None and now - proxied.used_since > self._touch_after_s:
+            elif proxied.use is not None and now - proxied.used_since > self.touch_after_s:
                 proxied.used_since = now
                 proxied.use.touch()
 
     def _log_troubles(self) -> None:
         """Logs one line per kind of failure and worker, because a killed worker fails many
         requests."""
-        troubles = self._counts.troubles
+        troubles = self.counts.troubles
         for (worker, trouble), requests in troubles.items():
             more = {"worker": worker, "requests": requests}
             gateway_log.warning(
@@ -259,8 +247,8 @@ class GatewayHandler:
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
         self._log_troubles()
-        self._models.close()
-        self._rotation.close()
+        self.models.close()
+        self.rotation.close()
         return asyncio.gather(*placing, return_exceptions=True)
 
 

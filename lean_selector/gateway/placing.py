@@ -10,6 +10,7 @@ import logging
 import re
 import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Final
 
@@ -71,21 +72,18 @@ class Shed(Exception):
         self.line = line
 
 
+@dataclass(eq=False)
 class Chooser:
-    """Chooses and reserves a worker for a completion, through the selector."""
+    """Chooses and reserves a worker for a completion, through the selector.
 
-    def __init__(
-        self,
-        selector: Selector,
-        rotation: Rotation,
-        overload_status: int = 503,
-        slow_start_s: float = 0.0,
-    ) -> None:
-        """`slow_start_s`: for this many seconds after an ejection, a worker gets fewer requests."""
-        self._selector = selector
-        self._rotation = rotation
-        self._overload_status = overload_status
-        self._slow_start_s = slow_start_s
+    `slow_start_s`: for this many seconds after an ejection, a worker gets fewer requests."""
+
+    selector: Selector
+    rotation: Rotation
+    overload_status: int = 503
+    slow_start_s: float = 0.0
+
+    def __post_init__(self) -> None:
         self.meter = RouteMeter("POST", GATEWAY)
 
     def choose(
@@ -102,7 +100,7 @@ class Chooser:
             status = 503
             raise
         except (AllWorkersBusy, WaitedTooLong) as busy:
-            status = self._overload_status
+            status = self.overload_status
             self.meter.refused(busy)
             waited_s = busy.limit_s if isinstance(busy, WaitedTooLong) else 0.0
             raise Shed(busy.message, retry_after(self._wait_s(routed, waited_s))) from None
@@ -116,7 +114,7 @@ class Chooser:
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
         """Return how many seconds a client should wait before a retry: the longest time
         that the first request of a queue of this model has waited, but at least `waited_s`."""
-        partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
+        partition = self.selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.queue.lines()
         now = monotonic()
         return max(
@@ -131,7 +129,7 @@ class Chooser:
     def _choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerUse]:
-        selector = self._selector
+        selector = self.selector
         partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
         request = SelectionRequest(routed.prompt, selector.terms_of(routed.model_name))
         request.books = True
@@ -148,7 +146,7 @@ class Chooser:
             request.session_id = routed.session_id
         placement = yield from self._placed(partition, request)
         try:
-            endpoint = self._rotation.endpoint(placement.endpoint)
+            endpoint = self.rotation.endpoint(placement.endpoint)
         except ValueError:
             selector.reservations.free(reservation_id, monotonic(), was_served=False)
             raise NotChosen("no_url") from None
@@ -177,18 +175,18 @@ class Chooser:
         total = sum(load.active_requests for load in ranks.values())
         full = set()
         for key, at in list(returned.items()):
-            if now - at >= self._slow_start_s or key not in ranks:
+            if now - at >= self.slow_start_s or key not in ranks:
                 del returned[key]
                 continue
             active = ranks[key].active_requests
             average = (total - active) / max(1, len(ranks) - 1)
-            if active >= 1 + average * (now - at) / self._slow_start_s:
+            if active >= 1 + average * (now - at) / self.slow_start_s:
                 full.add(key[0])
         return frozenset(full)
 
     def _placed(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
         """Chooses a rank. If all ranks are busy, the request waits in the queue."""
-        found = self._selector.select(partition, request, monotonic())
+        found = self.selector.select(partition, request, monotonic())
         if not isinstance(found, Waiting):
             return found
         answer: asyncio.Future[Placement | Exception] = asyncio.get_running_loop().create_future()
@@ -270,34 +268,23 @@ def peeked_model(body: bytes | bytearray) -> str | None:
         return None
 
 
+@dataclass(eq=False)
 class Placing:
-    """Finds a worker for each request. Used only on the loop's thread."""
+    """Finds a worker for each request. Used only on the loop's thread.
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        chooser: Chooser,
-        rotation: Rotation,
-        fleet: GatewayFleet,
-        counts: Counts,
-        resolve: Resolve,
-        tls: Callable[[], ssl.SSLContext],
-        allowed: AllowedEndpoints | None,
-        overload_status: int,
-        ids: FairnessIds | None = None,
-    ) -> None:
-        """`ids`: None without fair shares. `tls` is called when a worker's URL is https, and may
-        raise OSError. Connections are made only to endpoints in `allowed`, if given."""
-        self._allowed = allowed
-        self._prompts = prompts
-        self._chooser = chooser
-        self._rotation = rotation
-        self._fleet = fleet
-        self._counts = counts
-        self._resolve = resolve
-        self._tls = tls
-        self._overload_status = overload_status
-        self._ids = ids
+    `ids`: None without fair shares. `tls` is called when a worker's URL is https, and may
+    raise OSError. Connections are made only to endpoints in `allowed`, if given."""
+
+    prompts: Prompts
+    chooser: Chooser
+    rotation: Rotation
+    fleet: GatewayFleet
+    counts: Counts
+    resolve: Resolve
+    tls: Callable[[], ssl.SSLContext]
+    allowed: AllowedEndpoints | None
+    overload_status: int
+    ids: FairnessIds | None = None
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
         """Finds a worker and sends the request now, or returns a task that does so."""
@@ -312,15 +299,15 @@ class Placing:
                 proxied.fail(500, "internal error")
 
     def _try(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
-        self._rotation.follow(self._fleet)
+        self.rotation.follow(self.fleet)
         if is_completion and proxied.routed is None and not proxied.tried:
             request = proxied.request
             body = request.body = bytes(request.body)  # copied once
             try:
-                proxied.routed = yield from self._prompts.read(request.path.decode(), body)
+                proxied.routed = yield from self.prompts.read(request.path.decode(), body)
                 request.body = b""  # `routed.body` is forwarded instead
-                if self._ids is not None:
-                    proxied.routed.fairness_id = self._ids.of(request)
+                if self.ids is not None:
+                    proxied.routed.fairness_id = self.ids.of(request)
                 session = session_of(request.section)
                 if session is not None and proxied.routed.session_id is None:
                     proxied.routed.session_id = session_id_of(session)
@@ -328,12 +315,12 @@ class Placing:
                 proxied.fail(400, error.message, "invalid_request")
                 return
             except UnknownModel as unknown:
-                self._chooser.knows_no(unknown)
-                proxied.unknown = f"{unknown.message} {self._fleet.known_text()}"
-                if self._fleet.is_complete:
+                self.chooser.knows_no(unknown)
+                proxied.unknown = f"{unknown.message} {self.fleet.known_text()}"
+                if self.fleet.is_complete:
                     proxied.fail(404, proxied.unknown, "model_not_found")
                     return
-                self._counts.unrouted["not_known_yet"] += 1
+                self.counts.unrouted["not_known_yet"] += 1
         none_served = f"no worker served the request; the last: {proxied.why}"
         if proxied.attempts >= MOST_ATTEMPTS:
             proxied.fail(502, none_served, "bad_gateway")
@@ -343,7 +330,7 @@ class Placing:
             try:
                 use = yield from self._find_worker(proxied)
             except Shed as shed:
-                proxied.fail(self._overload_status, str(shed), "overloaded", shed.line)
+                proxied.fail(self.overload_status, str(shed), "overloaded", shed.line)
                 return
             if use is None:
                 if proxied.why and proxied.unknown:  # a worker that comes may serve it
@@ -355,8 +342,8 @@ class Placing:
                 return
             routed = proxied.routed
             if use.misses_blocks and routed is not None and routed.takes_reports:
-                use.body = self._prompts.with_report(routed.body, use.endpoint.text)
-                self._counts.full_reports += use.body is not None
+                use.body = self.prompts.with_report(routed.body, use.endpoint.text)
+                self.counts.full_reports += use.body is not None
             proxied.take_over(use)
             connection = use.endpoint.kept()
         else:
@@ -371,14 +358,14 @@ class Placing:
 
     def _find_worker(self, proxied: ProxiedRequest) -> Steps[WorkerUse | None]:
         """Chooses a worker that has not failed this request. Return None if no worker is left."""
-        routed, fleet = proxied.routed, self._fleet
+        routed, fleet = proxied.routed, self.fleet
         if routed is not None:
             avoided = frozenset(fleet.ids_of(proxied.tried))
             try:
                 reservation_id = f"{proxied.lease_id}.{proxied.attempts}"
-                return (yield from self._chooser.choose(routed, reservation_id, avoided))
+                return (yield from self.chooser.choose(routed, reservation_id, avoided))
             except NotChosen as error:
-                self._counts.unrouted[error.why] += 1
+                self.counts.unrouted[error.why] += 1
             among = (
                 fleet.may_serve(routed.model_name)
                 if routed.worker_ids is None
@@ -387,12 +374,12 @@ class Placing:
         else:
             is_post = proxied.request.method == b"POST"
             among = fleet.may_serve(peeked_model(proxied.request.body) if is_post else None)
-        endpoint = self._rotation.next(proxied.tried, among)
+        endpoint = self.rotation.next(proxied.tried, among)
         return None if endpoint is None else WorkerUse(endpoint)
 
     def _connected(self, endpoint: Upstream) -> Steps[ClientConnection]:
-        self._counts.connections_made += 1
+        self.counts.connections_made += 1
         connection = ClientConnection(endpoint)
-        context = self._tls() if endpoint.url.is_secure else None
-        yield connect(connection, self._resolve, context, CONNECT_S, self._allowed)
+        context = self.tls() if endpoint.url.is_secure else None
+        yield connect(connection, self.resolve, context, CONNECT_S, self.allowed)
         return connection

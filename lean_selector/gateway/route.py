@@ -10,6 +10,7 @@ import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector.api.access import WRITE, Refusal
@@ -91,27 +92,22 @@ class PromptReader(Protocol):
     def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
 
 
+@dataclass(eq=False)
 class RouteHandler:
-    """Handles POST /route/<original path>."""
+    """Handles POST /route/<original path>.
 
-    def __init__(
-        self,
-        prompts: PromptReader,
-        select_and_reserve: Callable[[SelectAndReserveRequest], object],
-        free: Callable[[str], object],
-        expect_output: Callable[[str, int], object],
-        has_ended: Callable[[str], bool],
-        ids: FairnessIds | None = None,
-    ) -> None:
-        """`select_and_reserve` returns a Selection, or a Queued if the request must wait.
-        `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
-        whether a request's end was reported before the reservation was made."""
-        self._prompts = prompts
-        self._select = select_and_reserve
-        self._free = free
-        self._expect_output = expect_output
-        self._has_ended = has_ended
-        self._ids = ids  # None without fair shares
+    `select_and_reserve` returns a Selection, or a Queued if the request must wait.
+    `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
+    whether a request's end was reported before the reservation was made."""
+
+    prompts: PromptReader
+    select_and_reserve: Callable[[SelectAndReserveRequest], object]
+    free: Callable[[str], object]
+    expect_output: Callable[[str, int], object]
+    has_ended: Callable[[str], bool]
+    ids: FairnessIds | None = None  # None without fair shares
+
+    def __post_init__(self) -> None:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def routes(self) -> tuple[Route, ...]:
@@ -133,7 +129,7 @@ class RouteHandler:
         path = "/" + param.decode("latin-1")
         body, request.body = bytes(request.body), b""
         has_body = is_json(request.headers.accept)
-        fairness_id = "" if self._ids is None else self._ids.of(request)
+        fairness_id = "" if self.ids is None else self.ids.of(request)
         route = self._route(path, body, reservation_id, pending, has_body, fairness_id)
         task = watched("route", route)
         self._under_way.add(task)
@@ -163,10 +159,10 @@ class RouteHandler:
             pending.resolve(response)
 
         try:
-            routed = await self._prompts.of(path, body, forwards=False)
+            routed = await self.prompts.of(path, body, forwards=False)
             routed.fairness_id = fairness_id
             self._check_live(reservation_id)
-            found = self._select(_selection_of(routed, reservation_id))
+            found = self.select_and_reserve(_selection_of(routed, reservation_id))
         except Exception as error:
             found = error
         if isinstance(found, Queued):
@@ -181,18 +177,18 @@ class RouteHandler:
         """Return the answer for a reservation. Frees the reservation if no answer can be made."""
         try:
             self._check_live(reservation_id)
-            self._expect_output(reservation_id, routed.output_tokens)
+            self.expect_output(reservation_id, routed.output_tokens)
             return worker_headers(selection, routed.why_not, has_body=has_body)
         except SelectorError as error:
             response = error_of(error)
         except Exception:
             _log.exception("the chosen worker could not be reported")
             response = refusal(500, "internal error")
-        self._free(reservation_id)
+        self.free(reservation_id)
         return response
 
     def _check_live(self, reservation_id: str) -> None:
-        if self._has_ended(reservation_id):
+        if self.has_ended(reservation_id):
             raise Conflict(f"reservation {reservation_id} has ended already")
 
     async def close(self) -> None:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import TypeVar
 
 from lean_selector.core.index.kv_index import KvIndex
@@ -106,28 +107,24 @@ MAX_DUMP_BYTES = 1 << 30
 RankEvents = dict[RankKey, list[DumpEvent]]
 
 
+@dataclass(eq=False)
 class Recovery:
     """One start-up recovery of the KV index from a peer. Used only on the loop's thread.
 
-    `blocks`, `skipped_events` and `skipped_ranks` count what was recovered and what was skipped."""
+    `blocks`, `skipped_events` and `skipped_ranks` count what was recovered and what was skipped.
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        subscriptions: KvSubscriptions,
-        peers: Sequence[str],
-        client: OutboundClient,
-        timeout_s: float = MAX_HOLD_S,
-    ) -> None:
-        """`timeout_s` limits the total time for fetching the dumps of all `peers`."""
-        self._client = client
+    `timeout_s` limits the total time for fetching the dumps of all `peers`."""
+
+    catalog: Catalog
+    subscriptions: KvSubscriptions
+    peers: Sequence[str]
+    client: OutboundClient
+    timeout_s: float = MAX_HOLD_S
+
+    def __post_init__(self) -> None:
         self.blocks = 0
         self.skipped_events = 0
         self.skipped_ranks = 0
-        self._catalog = catalog
-        self._subscriptions = subscriptions
-        self._peers = peers
-        self._timeout_s = timeout_s
         self._pause = Pauses()
         self._ended: Set[RankKey] = frozenset()  # ranks whose source has ended during the recovery
 
@@ -135,8 +132,8 @@ class Recovery:
         """Copy the KV index of the first peer with a usable dump. Return False if that fails."""
         try:
             with (
-                self._subscriptions.holding(MAX_HOLD_S),
-                self._subscriptions.noting_ends() as self._ended,
+                self.subscriptions.holding(MAX_HOLD_S),
+                self.subscriptions.noting_ends() as self._ended,
             ):
                 return await self._recovered()
         except Exception:
@@ -145,16 +142,16 @@ class Recovery:
 
     async def _recovered(self) -> bool:
         began = time.monotonic()
-        for at, peer in enumerate(self._peers):
-            left_s = self._timeout_s - (time.monotonic() - began)
+        for at, peer in enumerate(self.peers):
+            left_s = self.timeout_s - (time.monotonic() - began)
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
                 # With --api 1.6, only `detail` puts names and watermarks into a dump.
                 url = peer.rstrip("/") + "/dump?detail=true"
-                peers_left = len(self._peers) - at
+                peers_left = len(self.peers) - at
                 dump = await fetched(
-                    self._client, url, left_s, peers_left, MAX_DUMP_BYTES, split_dump
+                    self.client, url, left_s, peers_left, MAX_DUMP_BYTES, split_dump
                 )
                 partitions = await self._read(peer, *dump)
             except PeerFailed as error:
@@ -177,16 +174,16 @@ class Recovery:
         has no source for their rank, whose events could replace them."""
         await asyncio.sleep(after_s)
         dropped, workers = 0, 0
-        for partition in list(self._catalog.partitions.values()):
+        for partition in list(self.catalog.partitions.values()):
             for worker_id in partition.unclaimed():
                 dropped += partition.forget_unclaimed(worker_id)
                 workers += 1
                 await self._pause()
             for rank in partition.index.ranks():
-                if not self._subscriptions.is_listening(rank):
+                if not self.subscriptions.is_listening(rank):
                     partition.index.clear(*rank)
                     await self._pause()
-        self._catalog.discard_waiting()
+        self.catalog.discard_waiting()
         if workers:
             text = "dropped %d recovered blocks of %d workers that did not register in %g s"
             logger.info(text, dropped, workers, after_s)
@@ -238,7 +235,7 @@ class Recovery:
         # misses no block. The queue of a source that is connected already may hold batches from
         # before the dump, so its blocks stay tentative.
         for rank in dumped.watermarks.keys() - left_alone:
-            if not (self._subscriptions.is_listening(rank) or self._is_ahead(rank)):
+            if not (self.subscriptions.is_listening(rank) or self._is_ahead(rank)):
                 partition.watermarks[rank] = dumped.watermarks[rank]
                 _learn(partition.index, rank, dumped.learned[rank]).is_tentative = False
 
@@ -278,12 +275,12 @@ class Recovery:
 
     def _is_ahead(self, rank: RankKey) -> bool:
         """Whether the engine has sent us events, or our subscription ended during the recovery."""
-        return rank in self._ended or self._subscriptions.is_ahead(rank)
+        return rank in self._ended or self.subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
         """Return or create our partition for `dumped`; None if our block size differs."""
         key = dumped.model_name, dumped.tenant_id
-        return self._catalog.recovered_partition(key, dumped.block_size)
+        return self.catalog.recovered_partition(key, dumped.block_size)
 
 
 def log_discarded(of: Partition | DumpedPartition) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from lean_selector.core.load.slots import Slots
@@ -53,32 +54,26 @@ _LOGGED_PROBLEMS = 10
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class CatchingUp:
     """Copies the live reservations of peers while `run` is running. If a peer's snapshot shows that
-    we missed an event, calls `tell(event, now)` to apply the event."""
+    we missed an event, calls `tell(event, now)` to apply the event.
 
-    def __init__(
-        self,
-        catch_up: CatchUp,
-        sync: ReplicaSync,
-        urls: Sequence[str],
-        targets: Callable[[], Iterable[ReplicaTarget]],
-        tell: Callable[[ReplicaEvent, float], object],
-        sessions: PeerSessions | None = None,
-        *,
-        client: Callable[[str], OutboundClient],
-    ) -> None:
-        """`client(url)` returns the HTTP client for a peer. The caller may change `urls` later.
-        `targets()` returns this replica's partitions."""
-        self._client = client
-        self._catch_up = catch_up
-        self._sync = sync
-        self._urls = urls
-        self._targets = targets
-        self._tell = tell
-        self._sessions = sessions
-        self.counts = catch_up.counts
-        self.note = catch_up.note  # called with each event of ours, and each that was applied
+    `client(url)` returns the HTTP client for a peer. The caller may change `urls` later.
+    `targets()` returns this replica's partitions."""
+
+    catch_up: CatchUp
+    sync: ReplicaSync
+    urls: Sequence[str]
+    targets: Callable[[], Iterable[ReplicaTarget]]
+    tell: Callable[[ReplicaEvent, float], object]
+    sessions: PeerSessions | None = None
+    _: KW_ONLY
+    client: Callable[[str], OutboundClient]
+
+    def __post_init__(self) -> None:
+        self.counts = self.catch_up.counts
+        self.note = self.catch_up.note  # called with each event of ours, and each that was applied
         self._due_at = 0.0  # when the next catch-up is due; inf: when something happens
         self._ranks: list[tuple[Slots, int]] = []  # those added, at the last look
 
@@ -87,7 +82,7 @@ class CatchingUp:
         self._due_at = 0.0
 
     def _is_due(self) -> bool:
-        ranks = [(target.slots, target.slots.ranks_added) for target in self._targets()]
+        ranks = [(target.slots, target.slots.ranks_added) for target in self.targets()]
         if ranks != self._ranks:
             self._ranks, self._due_at = ranks, 0.0
         return time.monotonic() >= self._due_at
@@ -103,24 +98,24 @@ class CatchingUp:
 
     async def _run_once(self) -> float:
         """Copy peers' reservations. Return how many seconds that took."""
-        self._catch_up.begin()
+        self.catch_up.begin()
         try:
-            await _connected(self._sync)
+            await _connected(self.sync)
             self._due_at, began = math.inf, time.monotonic()
             failed = await self._take_from_all()
         finally:
-            self._catch_up.end()
+            self.catch_up.end()
         now = time.monotonic()
-        connected = sum(peer.state == "connected" for peer in self._sync.peer_states())
+        connected = sum(peer.state == "connected" for peer in self.sync.peer_states())
         # A peer that is down needs no retry: its connection makes a catch-up due.
-        if self._sync.heard.behind() or (failed and connected > len(self._urls) - failed):
+        if self.sync.heard.behind() or (failed and connected > len(self.urls) - failed):
             self._due_at = min(self._due_at, now + RETRY_S)
         return now - began
 
     async def _take_from_all(self) -> int:
         """Copy from each peer's snapshot the reservations that this peer admitted, and those of
         replicas that did not answer. Return how many peers did not answer."""
-        heard = self._sync.heard
+        heard = self.sync.heard
         others: list[LiveReservation] = []
         answered = set[int]()
         failed = 0
@@ -145,8 +140,8 @@ class CatchingUp:
         for publisher in () if failed else heard.behind():
             if publisher.router_id not in answered:  # it has no snapshots
                 heard.mended(publisher.router_id, publisher.sequence)
-        if self._sessions is not None:
-            await self._take_sessions(self._sessions)
+        if self.sessions is not None:
+            await self._take_sessions(self.sessions)
         return failed
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
@@ -169,7 +164,7 @@ class CatchingUp:
         """GET `path` from all peers. Yields (URL, request time, decoded answer) for each answer;
         None instead of an answer if there was none. Peers without `path` are skipped."""
         ends = time.monotonic() + TIMEOUT_S
-        urls = list(self._urls)  # a copy, because peers may be added and removed meanwhile
+        urls = list(self.urls)  # a copy, because peers may be added and removed meanwhile
         for at, url in enumerate(urls):
             asked_at = time.monotonic()
             left_s = ends - asked_at
@@ -178,7 +173,7 @@ class CatchingUp:
                     raise PeerFailed("no time left")
                 at_path = url.rstrip("/") + path
                 taken = await fetched(
-                    self._client(url), at_path, left_s, len(urls) - at, MAX_SNAPSHOT_BYTES, read
+                    self.client(url), at_path, left_s, len(urls) - at, MAX_SNAPSHOT_BYTES, read
                 )
             except PeerFailed as error:
                 if error.status == 404:
@@ -205,9 +200,9 @@ class CatchingUp:
             return live, False  # its line may be the one that could not be read
         pause = Pauses()
         ended = 0
-        for event in ended_meanwhile(self._targets(), snapshot.router_id, live, asked_at):
+        for event in ended_meanwhile(self.targets(), snapshot.router_id, live, asked_at):
             if event is not None:
-                self._tell(event, time.monotonic())
+                self.tell(event, time.monotonic())
                 ended += 1
             await pause()
         if ended:
@@ -233,7 +228,7 @@ class CatchingUp:
     async def _take(self, reservations: Iterable[LiveReservation]) -> None:
         pause = Pauses()
         for reservation in reservations:
-            self._catch_up.take(reservation, time.monotonic())
+            self.catch_up.take(reservation, time.monotonic())
             await pause()
 
 

@@ -257,8 +257,8 @@ async def test_a_request_that_is_sent_again_has_one_span_and_takes_of_the_budget
         raise OSError("it is gone for good")
 
     gateway, spans = Gateway(), Spans()
-    gateway.handler._spans = spans
-    gateway.handler._placing._resolve = resolve
+    gateway.handler.spans = spans
+    gateway.handler.placing.resolve = resolve
     client, transport = gateway.client()
     for _ in range(2):
         gateway.worker_transport.take()

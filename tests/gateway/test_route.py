@@ -354,7 +354,7 @@ async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
     def broken(reservation_id: str) -> bool:
         raise RuntimeError("a bug")
 
-    door.door._has_ended = broken
+    door.door.has_ended = broken
     door.selector.reservations.free("first", NOW)  # raises nothing
     assert door.live == set()
     for answer in map(answer_of, pending):
