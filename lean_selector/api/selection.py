@@ -30,7 +30,6 @@ from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import base_terms, overridden
-from lean_selector.core.selection.fair_shares import MOST_FAIRNESS_ID
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
@@ -38,6 +37,7 @@ from lean_selector.core.selection.router_settings import CostTerms, RouterOverri
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
+    MOST_FAIRNESS_ID,
     OUTLOOK,
     SELECT_AND_RESERVE,
     Booked,

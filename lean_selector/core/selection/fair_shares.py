@@ -27,7 +27,6 @@ from lean_selector.core.selection.queue import Line, QueuePosition, Ties, Waitin
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 
 MAX_IDS: Final = 4_096
-MOST_FAIRNESS_ID: Final = 256  # characters of an id
 HALF_LIFE_S: Final = 60.0
 OUTPUT_WEIGHT: Final = 2  # an output token takes about as long as two prompt tokens
 

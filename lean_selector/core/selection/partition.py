@@ -5,6 +5,7 @@ selection.md section 0). Before that, a partition may exist only because its ind
 were copied from a peer; then `established` is False, and no rank can be chosen."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.index.kv_index import KvIndex
@@ -18,7 +19,6 @@ from lean_selector.core.load.speeds import Speeds
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.ledger import Ledger, Ledgers
-from lean_selector.core.selection.fair_shares import FairShares
 from lean_selector.core.selection.fullness import Fullness
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Queue
@@ -30,6 +30,9 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
+
+if TYPE_CHECKING:  # imported only with fair shares
+    from lean_selector.core.selection.fair_shares import FairShares
 
 # For up to this many allowed workers, ranks are looked up each time. Results for larger sets are
 # cached, at most this many; 6 MB of ids at most.
@@ -60,7 +63,7 @@ class Partition:
         ejection: EjectionSettings | None = None,
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
-        shares: FairShares | None = None,
+        shares: "FairShares | None" = None,
     ) -> None:
         """`ledgers`, shared by all partitions, publishes reservations to other replicas. If it is
         None, reservations are not published. `routed` marks booked prompts as cached, in `index` or

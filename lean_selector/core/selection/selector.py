@@ -17,7 +17,6 @@ from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.cost import base_terms, terms, under
-from lean_selector.core.selection.fair_shares import FairShares
 from lean_selector.core.selection.observers import Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
@@ -119,6 +118,8 @@ class Selector:
         settings = self.settings
         shares = None
         if settings.queue_fairness == "on" and settings.queue_threshold is not None:
+            from lean_selector.core.selection.fair_shares import FairShares
+
             shares = FairShares(settings.queue_weights, block_size)
         queue = Queue(
             lambda waiting, ranks, now: self._place_waiting(partition, waiting, ranks, now),

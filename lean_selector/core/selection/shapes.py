@@ -116,6 +116,8 @@ class AffinityTarget(msgspec.Struct, frozen=True):
     dp_rank: int | None
 
 
+MOST_FAIRNESS_ID = 256  # characters
+
 EXPLANATION, OUTLOOK, HINT = 1, 2, 4
 
 
