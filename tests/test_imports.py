@@ -7,6 +7,7 @@ So each imports by itself, whichever is first: mypy sees to the names that it ta
 
 import ast
 import graphlib
+import re
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
@@ -129,6 +130,14 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
         for room in reversed(rooms):
             assert rooms[room] <= below, room
             below.add(room)
+
+
+def test_the_architecture_page_lists_the_rooms_in_an_order_of_the_imports() -> None:
+    page = Path(__file__).parents[1] / "docs/architecture.md"
+    listed = re.findall(r"^\| `(\w+)/` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(listed) == sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
+    for place, room in enumerate(listed):
+        assert not ROOMS[room] & {*listed[:place]}, room
 
 
 def modules_imported(module: str) -> set[str]:
