@@ -19,11 +19,13 @@ When the replay ends, those that it did not bring are applied.
 An engine may restart, and its numbers and its cache with it. A live number that does not grow is a
 restart, since nothing is repeated. But the first number that we see of the new engine may also be
 higher than our last one, which looks like a gap. So a replay is requested from the batch before the
-gap on. If the engine has another batch under that number (we keep a digest), or none from there on,
-it is a new one: all blocks are dropped, and everything is requested. The newest batch before the
-last connection is compared too, because the batch before the gap may be of the new engine. If the
-engine's buffer has neither, batches may be missing, and the source is degraded. Without a replay
-endpoint a restart looks like a gap, or, if the next number happens to fit, like nothing.
+gap on. If the engine has another batch under that number (we keep a digest), or, after a new
+connection, none from there on, it is a new one. At a restart all blocks are dropped, a replay that
+runs is given up with what was kept for it, and everything is requested; a live batch that shows the
+restart is applied at once. The newest batch before the last connection is compared too, because the
+batch before the gap may be of the new engine. If the engine's buffer has neither, batches may be
+missing, and the source is degraded. Without a replay endpoint such a restart looks like a gap, or,
+if the next number happens to fit, like nothing.
 
 After each new connection a replay is requested from our last batch on, even if there is no gap,
 because an idle engine publishes nothing (D34).
@@ -41,7 +43,7 @@ is not called. A batch that is applied or held is the next one in order, or a la
     connected        due                         again             again         again
     live, next       apply         apply         apply, kept       hold          hold
     live, later      apply, due    apply         apply, kept       hold          hold
-    live, older      restart       restart, idle restart, idle     restart, idle restart, idle
+    live, older      restart, due  restart, due  restart, due      restart, due  restart, due
     replay_started   -             ASKED         -                 -             -
     replayed, next   ignore        ignore        apply, ANSWERING  apply         ignore
     replayed, other  ignore        ignore        restart, due      restart, due  ignore
@@ -50,10 +52,12 @@ is not called. A batch that is applied or held is the next one in order, or a la
     next_held, last  -             -             -                 -             idle
     cleared                        idle          idle
 
-`again`: a further replay is due after this one. After a replay that failed, or that missed batches
-which the engine published after the request, the last `next_held` leaves `due`. `other` is a batch
-that differs from the one that was applied under its number. `cleared` is the clear of a batch that
-was just applied: what was missing before it no longer matters."""
+`older`: a number that does not grow; after its batch 0 nothing is missing, and the state is idle. A
+higher one that a replay has brought already is ignored. If the end of a replay shows a restart, the
+state is due. `again`: a further replay is due after this one. After a replay that failed, or that
+missed batches which the engine published after the request, the last `next_held` leaves `due`.
+`other` is a batch that differs from the one that was applied under its number. `cleared` is the
+clear of a batch that was just applied: what was missing before it no longer matters."""
 
 from collections import deque
 from enum import Enum, auto

@@ -326,7 +326,7 @@ CALLS: dict[str, Callable[[KvCursor, str], object]] = {
     "connected": lambda cursor, _: cursor.connected(),
     "live, next": lambda cursor, state: live(cursor, {"idle": 2, "CATCHING_UP": 6}.get(state, 5)),
     "live, later": lambda cursor, _: live(cursor, 9),
-    "live, older": lambda cursor, _: live(cursor, 0),
+    "live, older": lambda cursor, _: live(cursor, 1),
     "replay_started": lambda cursor, _: cursor.replay_started(),
     "replayed, next": lambda cursor, _: cursor.replayed(2, b"2"),
     "replayed, other": lambda cursor, _: cursor.replayed(4, b"of another"),
@@ -387,6 +387,13 @@ def test_the_table_is_right(call: str, state: str, cell: str) -> None:
             cursor.replay_finished()
         held(cursor)
         assert state_of(cursor) == "due"
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_after_the_first_batch_of_a_new_engine_nothing_is_missing(state: str) -> None:
+    cursor = in_state(state)
+    assert live(cursor, 0) is RESTART
+    assert (state_of(cursor), cursor.held_bytes) == ("idle", 0)
 
 
 # -- live batches that are kept during a replay ----------------------------------------------------
