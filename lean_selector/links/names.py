@@ -52,7 +52,7 @@ class Resolver:
             looking_up = self._look_ups[host] = watched("look-up", self._looked_up(host))
         found = await asyncio.shield(looking_up)
         if isinstance(found, OSError):
-            raise OSError(*found.args)
+            raise type(found)(*found.args)
         return [_at(port, address) for address in found]
 
     async def _looked_up(self, name: str) -> list[Address] | OSError:

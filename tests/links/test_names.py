@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from lean_selector.http.outbound import reason
 from lean_selector.links import names as module
 from lean_selector.links.names import Address, Resolver, look_up
 from tests.support.on_loop import DEADLINE_S, on_loop, until
@@ -100,8 +101,9 @@ async def test_an_answer_does_not_hold_for_ever(monkeypatch: pytest.MonkeyPatch)
 async def test_a_look_up_that_fails_says_why(name: str, text: str) -> None:
     names, resolver = resolving()
     for _ in range(2):
-        with pytest.raises(OSError, match=text):
+        with pytest.raises(OSError, match=text) as caught:
             await resolver.resolve(name, 1)
+        assert text in reason(caught.value)
     assert names.asked[name] == 1
 
 
