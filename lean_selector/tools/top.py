@@ -107,6 +107,7 @@ def drawing(
         place = _LEVELS.index(level), -rank.prefill_tokens, *_key(rank)
         rows.append((place, level, cells, "" if finding is None else printed(finding.what)))
     rows.sort()
+    shown = {rank.worker_id for rank in fleet.ranks}
     able = sum(rank.state in ("in_service", "probation") for rank in fleet.ranks)
     waiting = sum(model.pending_count for model in fleet.models)
     asked, found, _, _ = _sums(fleet.ranks, before)
@@ -121,7 +122,7 @@ def drawing(
         *(
             f"{finding.level}: {printed(finding.subject)}: {printed(finding.what)}"
             for finding in fleet.findings
-            if _SUBJECT.fullmatch(finding.subject) is None
+            if (about := _SUBJECT.fullmatch(finding.subject)) is None or int(about[1]) not in shown
         ),
     ]
     head = [line for text in texts for line in wrap(text, min(columns, _WIDEST))]
