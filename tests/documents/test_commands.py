@@ -116,6 +116,13 @@ def test_a_shell_and_the_programs_read_every_printed_command(script: str) -> Non
         read(command)
 
 
+def test_the_request_that_shows_that_nginx_works_goes_to_its_port() -> None:
+    listened = re.search(r"listen (\d+);", (ROOT / "deploy/nginx/njs/nginx.conf").read_text())
+    assert listened is not None
+    page = (ROOT / "docs/guide/gateways.md").read_text()
+    assert f"curl -s localhost:{listened[1]}/v1/completions" in page
+
+
 def read(command: list[str]) -> None:
     """Fails where the program of the command would refuse it."""
     if command[0].startswith(".ci/"):
