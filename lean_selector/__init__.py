@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lean_selector.embedded.service import SelectionService as SelectionService
     from lean_selector.publisher import KvEventPublisher as KvEventPublisher
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "KvEventPublisher": "lean_selector.publisher",
