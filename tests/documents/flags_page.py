@@ -65,7 +65,7 @@ def page() -> str:
          " for the selector, 8080 for the gateway."),
         ("Selector and gateway", SelectorConfig, ""),
         ("Gateway", GatewayConfig, "It takes all flags above; where it has a default of its own, "
-         "the flag is here again. Workers are named as arguments, or as `workers` in the file."),
+         "the flag is here again.\nWorkers are named as arguments, or as `workers` in the file."),
     ):  # fmt: skip
         parts += [f"## {title}\n", *([f"{intro}\n"] if intro else []), *_groups(config, known)]
     return "\n".join(parts).rstrip("\n") + "\n"

@@ -39,7 +39,7 @@ def test_every_extra_that_is_named_can_be_asked_for() -> None:
         for found in re.findall(r"lean-selector\[([a-z,]+)\]|extra `\[([a-z]+)\]`", text)
         for extra in "".join(found).split(",")
     }
-    assert {"client", "gateway"} <= named <= set(config["options.extras_require"])
+    assert {"client", "otel"} <= named <= set(config["options.extras_require"])
 
 
 def test_every_decision_that_is_cited_is_written_down_once() -> None:
@@ -96,6 +96,15 @@ def test_links_lead_somewhere(page: str) -> None:
         ):
             dead.append(target)
     assert dead == []
+
+
+@pytest.mark.parametrize("page", sorted({*OURS, "CHANGELOG.md", "loadtest/README.md"}))
+def test_markdown_wraps_at_100(page: str) -> None:
+    """All but tables, blocks, and what has no blank to break at."""
+    text = re.sub(r"^\s*```.*?^\s*```$", "", TEXTS[page], flags=re.M | re.S)
+    text = re.sub(r"`[^`\n]+`", lambda code: code[0].replace(" ", "_"), text)
+    lines = [line for line in text.split("\n") if not line.lstrip().startswith("|")]
+    assert [line for line in lines if len(line) > 100 and " " in line.strip()[:100]] == []
 
 
 def test_every_page_can_be_reached_from_the_readme() -> None:
