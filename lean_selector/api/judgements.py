@@ -352,7 +352,7 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
     if facts.sources is None:
         yield Finding(Level.NOTE, "selector", "it does not report its KV event sources")
         return
-    if not facts.sources and facts.workers:
+    if not facts.sources and any(map(_is_schedulable, facts.workers)):
         yield _judge_without_events(facts.workers[0])
     else:
         yield from _judge_deaf(facts.workers, facts.sources)

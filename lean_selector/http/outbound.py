@@ -6,6 +6,7 @@ for a millisecond or two. Redirects, and proxy settings of the environment, are 
 
 import asyncio
 import os
+import re
 import socket
 import ssl
 import time
@@ -24,6 +25,7 @@ TIMEOUT_S: Final = 5.0
 MOST_BODY_BYTES: Final = 4 << 20
 # Above this many unread bytes, reading pauses. One read of the kernel may exceed it.
 MOST_WAITING_BYTES: Final = 256 * 1024
+_FAULT: Final = re.compile(rb'^\s*\{"error": *(?:\{"message": *)?"((?:[^"\\]|\\.)*)"')
 _CITED_CHARACTERS: Final = 200  # the error text quotes at most this much of an answer's body
 
 # As resolvers return them: the family, and (ip, port) or more for IPv6.
@@ -313,5 +315,6 @@ def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
 
 
 def _cited(status: int, body: bytes) -> str:
-    said = body[:_CITED_CHARACTERS].decode(errors="replace").strip()
+    fault = _FAULT.search(body)  # of an error in JSON its text alone
+    said = (fault[1] if fault else body)[:_CITED_CHARACTERS].decode(errors="replace").strip()
     return f"status {status}: {said}" if said else f"status {status}"

@@ -109,6 +109,7 @@ def drawing(
     rows.sort()
     shown = {rank.worker_id for rank in fleet.ranks}
     able = sum(rank.state in ("in_service", "probation") for rank in fleet.ranks)
+    running = sum(rank.requests for rank in fleet.ranks)
     waiting = sum(model.pending_count for model in fleet.models)
     asked, found, _, _ = _sums(fleet.ranks, before)
     widths = [
@@ -117,7 +118,7 @@ def drawing(
     ]
     texts = [
         f"{able} of {len(fleet.ranks)} ranks can be chosen, "
-        f"{sum(rank.requests for rank in fleet.ranks)} requests, {waiting} waiting, "
+        f"{running} request{'s' * (running != 1)}, {waiting} waiting, "
         f"{_share(found, asked)} of prompt tokens cached",
         *(
             f"{finding.level}: {printed(finding.subject)}: {printed(finding.what)}"

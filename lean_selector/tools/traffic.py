@@ -193,7 +193,7 @@ class Player:
         return [
             *lines,
             f"the engines' time to first token  {mean_ttft_s(engines):.2f} s on average",
-            f"  round-robin, same traffic      {mean_ttft_s(in_turn):>6.2f} s, cache hits"
+            f"  round-robin, same arrivals     {mean_ttft_s(in_turn):>6.2f} s, cache hits"
             f" {hit_rate(in_turn):.1%}",
         ]
 

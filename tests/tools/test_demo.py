@@ -54,7 +54,7 @@ def test_a_short_run_prints_progress_and_a_summary_without_errors(
     assert " 0 errors, load left at the end: 0" in output
     assert re.search(r"^cache hits [\d.]+% of \d+ prompt blocks", output, re.M)
     ours = re.search(r"time to first token +([\d.]+) s on average$", output, re.M)
-    other = re.search(r"round-robin, same traffic +([\d.]+) s, cache hits [\d.]+%\n\Z", output)
+    other = re.search(r"round-robin, same arrivals +([\d.]+) s, cache hits [\d.]+%\n\Z", output)
     assert ours is not None
     assert other is not None
     assert "\x1b" not in output

@@ -324,6 +324,13 @@ def test_a_selector_is_judged_by_what_it_tells(facts: SelectorFacts, levels: lis
     assert facts.readiness.state_fault is None or "no space left" in found[2].what
 
 
+def test_where_nobody_can_be_chosen_nothing_is_said_of_what_decides() -> None:
+    incomplete = worker(3)
+    incomplete.lifecycle, incomplete.not_schedulable_reasons = "incomplete", ["no endpoint"]
+    found = list(judge_selector(SelectorFacts(False, [incomplete], [])))
+    assert [each.level for each in found] == [ERROR, ERROR]
+
+
 def test_a_worker_that_is_not_heard_beside_others_that_are_is_a_warning() -> None:
     incomplete = worker(3)
     incomplete.lifecycle, incomplete.not_schedulable_reasons = "incomplete", ["no endpoint"]
