@@ -76,7 +76,7 @@ def saturation(partition: Partition) -> float:
         if math.isinf(most_tokens):
             most_tokens = batches * batch
         if math.isinf(most_blocks) and blocks:
-            most_blocks = blocks
+            most_blocks = float(blocks)
         for load in worker.loads:
             if load.mask & partition.candidates:
                 by_tokens = (load.active_prefill_tokens + queued) / max(1.0, most_tokens)
