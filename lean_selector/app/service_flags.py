@@ -222,7 +222,7 @@ class ReplicaKeysFlags:
 class FinderFlags:
     """Discovery
 
-    interval_s: interval at which files are reread, names resolved and services listed again
+    interval_s: interval at which files are reread and names resolved again
     grace_s: keep a worker or peer this long after discovery no longer finds it
     api: URL of the Kubernetes API server; unset: from the pod's environment
     api_token_file: token of the service account; reread when it changes

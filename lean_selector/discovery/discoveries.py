@@ -122,7 +122,6 @@ class Discoveries(Part):
             target.namespace,
             target.name,
             target.port,
-            self._interval_s,
             on_endpoints,
         ).run
 

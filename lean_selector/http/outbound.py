@@ -12,7 +12,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
 from lean_selector import __version__
@@ -23,6 +23,7 @@ from lean_selector.http.urls import Url
 
 TIMEOUT_S: Final = 5.0
 MOST_BODY_BYTES: Final = 4 << 20
+MOST_LINE_BYTES: Final = 4 << 20
 # Above this many unread bytes, reading pauses. One read of the kernel may exceed it.
 MOST_WAITING_BYTES: Final = 256 * 1024
 _FAULT: Final = re.compile(rb'^\s*\{"error": *(?:\{"message": *)?"((?:[^"\\]|\\.)*)"')
@@ -203,6 +204,48 @@ class Exchange:
         self._wake()
 
 
+class Lines:
+    """Reads the lines of one answer's body, in order, when the caller asks for them."""
+
+    def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
+        """`silence_s` limits each wait for more data; `most_bytes` limits the length of a line."""
+        self._exchange: Final = exchange
+        self._silence_s = silence_s
+        self._most_bytes = most_bytes
+        self._ready: deque[bytes] = deque()
+        self._rest = bytearray()
+        self._is_over = False
+
+    async def next(self) -> bytes | None:
+        """Return the next line without its line end; None at the end. Raises OutboundFailed."""
+        while not self._ready:
+            if self._is_over:
+                return None
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    piece = await self._exchange.piece()
+            except TimeoutError:
+                raise OutboundFailed(f"nothing received for {self._silence_s:g} s") from None
+            self._take(piece)
+        return self._ready.popleft()
+
+    def _take(self, piece: bytes | None) -> None:
+        if piece is None:
+            self._is_over = True
+            if self._rest:
+                self._ready.append(bytes(self._rest))
+            return
+        first, newline, others = piece.partition(b"\n")
+        self._rest += first
+        if len(self._rest) > self._most_bytes:
+            raise OutboundFailed(f"a line has more than {self._most_bytes} bytes")
+        if newline:
+            *whole, last = others.split(b"\n")
+            self._ready.append(bytes(self._rest))
+            self._ready.extend(whole)
+            self._rest = bytearray(last)
+
+
 # -- the client ------------------------------------------------------------------------------------
 
 
@@ -253,6 +296,27 @@ class OutboundClient:
         if not 200 <= answer.status < 300:
             raise OutboundFailed(f"GET {url}: {_cited(answer.status, answer.body)}", answer.status)
         return answer.body
+
+    @asynccontextmanager
+    async def lines(
+        self,
+        url: str,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        silence_s: float,
+        most_bytes: int = MOST_LINE_BYTES,
+    ) -> AsyncIterator[Lines]:
+        """Send a GET, and yield the lines of the 2xx answer. Leaving `async with` ends the request.
+        `timeout_s` limits the wait for the head, `silence_s` limits each wait for more data, and
+        `most_bytes` limits a line's length. Connecting and reading raise OutboundFailed."""
+        with _failures_of(f"GET {url}", timeout_s):
+            async with AsyncExitStack() as open_:
+                async with asyncio.timeout(timeout_s):
+                    exchange = await open_.enter_async_context(
+                        self.exchange("GET", url, b"", timeout_s)
+                    )
+                    await succeeded(exchange)
+                yield Lines(exchange, silence_s, most_bytes)
 
     @asynccontextmanager
     async def exchange(

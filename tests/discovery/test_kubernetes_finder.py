@@ -1,4 +1,4 @@
-"""Services of Kubernetes, followed over real TLS: lists, and what goes wrong with them."""
+"""Services of Kubernetes, followed over real TLS: lists, watches, and what goes wrong with them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -37,8 +37,8 @@ class Following:
             NAMESPACE,
             SERVICE,
             port,
-            0.001,
             self._found,
+            again_first_s=0.001,
         )
 
     def _found(self, ready: Iterable[FoundEndpoint], leaving: Iterable[FoundEndpoint]) -> None:
@@ -59,7 +59,7 @@ async def following(folder: Path, **slices: list[str]) -> AsyncIterator[tuple[Fo
         it = Following(api, folder)
         running = supervise("finder", it.finder.run)
         try:
-            await until(lambda: it.sighting.count is not None, "it has listed")
+            await until(lambda: api.watches == 1, "it watches")
             yield it, api
         finally:
             running.cancel()
@@ -78,7 +78,60 @@ async def test_what_is_listed_is_found_and_what_changes_too(tmp_path: Path) -> N
         await it.finds("10.0.0.1:8000")
         api.put(slice_of("one", []))
         await it.finds()
+        assert (api.lists, api.watches) == (1, 1)
         assert (it.sighting.state, it.sighting.failures) == ("watching", 0)
+
+
+@on_loop
+async def test_a_list_may_have_pages(tmp_path: Path) -> None:
+    async with following(tmp_path) as (it, api):
+        api.page = 2
+        for at in range(5):
+            api.put_unheard(slice_of(f"s{at}", [f"10.0.0.{at}"]))
+        api.compact()
+        api.cut_watches()
+        await it.finds(*(f"10.0.0.{at}:8000" for at in range(5)))
+        assert api.lists == 4
+
+
+@on_loop
+async def test_a_watch_that_ends_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
+        await it.finds("10.0.0.1:8000")
+        for at in range(2, 6):
+            watches = api.watches
+            api.cut_watches()
+            api.put(slice_of("one", [f"10.0.0.{at}"]))
+            await it.finds(f"10.0.0.{at}:8000")
+            await until(lambda watches=watches: api.watches > watches)  # type: ignore[misc]
+        assert api.lists == 1, "nothing was missed, so nothing is listed again"
+        assert it.sighting.failures <= 5
+
+
+@on_loop
+async def test_a_bookmark_moves_the_place_to_go_on_from(tmp_path: Path) -> None:
+    async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
+        await it.finds("10.0.0.1:8000")
+        api.bookmark()
+        await until(lambda: it.finder.version == "102", "the bookmark was heard")
+        api.cut_watches()
+        await until(lambda: api.watches == 2)
+        assert api.requests[-1].endswith("resourceVersion=102")
+
+
+@pytest.mark.parametrize("form", ["a status", "an event"])
+@on_loop
+async def test_who_is_told_gone_lists_again(tmp_path: Path, form: str) -> None:
+    async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
+        await it.finds("10.0.0.1:8000")
+        api.put_unheard(slice_of("one", ["10.0.0.9"]))
+        if form == "a status":
+            api.compact()
+            api.cut_watches()
+        else:
+            api.tell_gone()
+        await it.finds("10.0.0.9:8000")
+        assert api.lists == 2
 
 
 @on_loop
@@ -86,6 +139,7 @@ async def test_while_the_server_fails_what_was_found_holds(tmp_path: Path) -> No
     async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
         await it.finds("10.0.0.1:8000")
         api.fails_with = 500
+        api.cut_watches()
         await until(lambda: it.sighting.failures >= 3)
         assert (it.ready, it.sighting.state) == (["10.0.0.1:8000"], "failing")
         assert "status 500" in (it.sighting.error or "")
@@ -95,10 +149,9 @@ async def test_while_the_server_fails_what_was_found_holds(tmp_path: Path) -> No
         assert it.sighting.error is None
 
 
-@pytest.mark.parametrize("body", [b'{"items":' + b"[" * 100_000, b"{}", b"x"])
 @on_loop
-async def test_an_answer_that_is_no_list_is_a_failure_as_any_other(body: bytes) -> None:
-    async with serving(says(response(body))) as served:
+async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -> None:
+    async with serving(says(response(b'{"items":' + b"[" * 100_000))) as served:
         sighting = Sighting("kubernetes:a/b")
         told: list[object] = []
         finder = KubernetesFinder(
@@ -108,7 +161,6 @@ async def test_an_answer_that_is_no_list_is_a_failure_as_any_other(body: bytes) 
             "a",
             "b",
             None,
-            0.001,
             lambda *endpoints: told.append(endpoints),
         )
         running = asyncio.create_task(finder.run())

@@ -234,7 +234,48 @@ async def test_a_ca_file_that_is_missing_or_none_says_so(tmp_path: Path) -> None
     assert f"{path} has no certificates in PEM" in error.message
 
 
-# -- answers that are read in pieces ---------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_lines_come_as_they_are_sent() -> None:
+    heard = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + chunk(b"one\ntw"))
+        await heard.wait()
+        writer.write(chunk(b"o\n\nthr") + chunk(b"ee") + chunk(b""))
+
+    async with serving(serve) as served, client().lines(served.url, silence_s=LONG_S) as lines:
+        assert await lines.next() == b"one"
+        heard.set()
+        assert [await lines.next() for _ in range(4)] == [b"two", b"", b"three", None]
+        assert await lines.next() is None
+
+
+@on_loop
+async def test_lines_end_with_a_clear_line_when_the_connection_does() -> None:
+    async def story(silence_s: float = LONG_S, most_bytes: int = 1000) -> list[bytes]:
+        found = []
+        async with client().lines(served.url, silence_s=silence_s, most_bytes=most_bytes) as lines:
+            while (line := await lines.next()) is not None:
+                found.append(line)
+        return found
+
+    async with serving(says(CHUNKED + chunk(b"a\nb"))) as served:
+        assert "the connection ended amid the answer" in (await told(story())).message
+    async with serving(says(CHUNKED + chunk(b"a" * 11) + chunk(b""))) as served:
+        assert "a line has more than 10 bytes" in (await told(story(most_bytes=10))).message
+    async with serving(says(response(b"gone", "410 Gone"))) as served:
+        error = await told(story())
+        assert (error.status, error.message) == (410, f"GET {served.url}: status 410: gone")
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + chunk(b"a\n"))
+        await reader.read()
+
+    async with serving(serve) as served:
+        assert "nothing received for 0.05 s" in (await told(story(silence_s=0.05))).message
 
 
 @on_loop
@@ -249,11 +290,8 @@ async def test_who_sends_more_than_we_take_has_to_wait() -> None:
             await writer.drain()
             sent += 1
 
-    async with (
-        serving(serve) as served,
-        client().exchange("GET", served.url, b"", LONG_S) as exchange,
-    ):
-        assert await exchange.piece()
+    async with serving(serve) as served, client().lines(served.url, silence_s=LONG_S) as lines:
+        assert await lines.next() == b"a" * 9999
         looks = [-1]
 
         def has_stopped() -> bool:
@@ -263,9 +301,8 @@ async def test_who_sends_more_than_we_take_has_to_wait() -> None:
         await until(lambda: sent * 10_000 > MOST_WAITING_BYTES, "more was sent than is kept")
         await until(has_stopped, "the sender waits")
         stopped_at = sent
-        taken = 0
-        while taken < stopped_at * 10_000 + 2 * MOST_WAITING_BYTES:
-            taken += len(await exchange.piece() or b"")
+        for _ in range(stopped_at + 2 * MOST_WAITING_BYTES // 10_000):
+            assert await lines.next() == b"a" * 9999
         assert sent > stopped_at, "reading on lets it send on"
 
 
@@ -281,8 +318,8 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
             closed.set()
 
     async with serving(serve) as served:
-        async with client().exchange("GET", served.url, b"", LONG_S) as exchange:
-            assert await exchange.piece() == b"a\n"
+        async with client().lines(served.url, silence_s=LONG_S) as lines:
+            assert await lines.next() == b"a"
         await asyncio.wait_for(closed.wait(), DEADLINE_S)
         closed.clear()
         asking = asyncio.ensure_future(client().get(served.url))
