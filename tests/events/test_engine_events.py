@@ -1,6 +1,6 @@
 """What engines of today send, in bytes that their own classes made, and what the index learns.
 
-`tests/support/record_engine_events.py` wrote the bytes. Both readers read them.
+`.ci/record_engine_events.py` wrote the bytes. Both readers read them.
 """
 
 import json
@@ -16,9 +16,13 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events.batch_work import BatchWork
 from lean_selector.wire.packed_events import packed_batch
-from tests.support.record_engine_events import DATA, NAMES, SIZE, TOKENS
 
-RECORDED: dict[str, str] = json.loads(Path(DATA).read_text(encoding="utf-8"))
+DATA = Path(__file__).parents[1] / "data" / "engine_events.json"
+SIZE = 4
+TOKENS = list(range(1, 9))  # of two blocks
+SIGNED = [-(2**63) + 11, -12]  # SGLang's names of them
+NAMES = [name % 2**64 for name in SIGNED]
+RECORDED: dict[str, str] = json.loads(DATA.read_text(encoding="utf-8"))
 Held = set[tuple[Tier, int, int]]  # tier, name and hash of the tokens
 Counts = dict[tuple[str, str], int]
 

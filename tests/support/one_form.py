@@ -22,12 +22,10 @@ ONE_FORM = {
     "gateway/test_proxied_request.py": "its leases are subclasses; those in processes go its way",
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
     " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_access_logs.py",
-    "test_continuous_integration.py": "scripts of continuous integration",
 }
 # These use compiled modules, so they run on both forms, wherever they stand.
 EXCEPT = {
     "client/test_leaks.py": "a storm of calls and cancellations on the compiled service",
-    "loadtest/test_duel_traffic.py": "what the engines publish is held against the index",
 }
 
 

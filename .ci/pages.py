@@ -1,32 +1,45 @@
-"""docs/reference/fields.md: every route, and every field of bodies and answers, made of what
-/openapi.json says.
+#!/usr/bin/env -S .venv/bin/python
+"""Writes docs/reference/fields.md and docs/reference/flags.md.
 
-`python -m tests.documents.fields_page` writes it anew. A schema is written once, where it is met
-first; a field that several have, in the first table; and one that has most fields of an earlier
-schema as what it has beside it.
+    .ci/pages.py [--check]      --check only says which of them are out of date, and ends with 1
+
+The first has every route, and every field of bodies and answers, made of what /openapi.json says.
+A schema is written once, where it is met first; a field that several have, in the first table; and
+one that has most fields of an earlier schema as what it has beside it. The second has every flag of
+the services, made of the classes that declare them.
 """
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tests.documents.pages import ROOT
-from tests.support.gates import described
+from lean_selector.app.flags import Field, fields_of
+from lean_selector.app.gateway_flags import GatewayConfig
+from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.service_flags import TrackerConfig
 
-PAGE: Final = "docs/reference/fields.md"
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.gates import described  # noqa: E402
+
+# -- routes and fields -----------------------------------------------------------------------------
+
 _SECTIONS: Final = {
     "selector": ("The selector", "[its API](http-api.md)"),
     "selector_16": ("The selector with --api 1.6", "[the 1.6 dialect](http-api-16.md)"),
     "slot_tracker": ("The slot tracker", "[its API](slot-tracker-api.md)"),
 }
-_INTRO: Final = """\
+_FIELDS_INTRO: Final = """\
 # Routes and fields
 
 Every route of both services, and the fields of their bodies and answers. The page is generated from
 `GET /openapi.json` ([for programs](http-api.md#for-programs)) by
-`.venv/bin/python -m tests.documents.fields_page`, and a test checks that it is current.
+`.ci/pages.py`, and a test checks that it is current.
 
 Fields in **bold** are required: always sent in a body, always present in an answer. Unknown fields
 of a body are ignored; `null` means absent if the type has it. Errors are [ErrorBody](#errorbody),
@@ -81,7 +94,7 @@ def lines_of(rows: list[Row]) -> Iterator[str]:
         yield f"| {', '.join(row.shown for row in alike)} | {kind} | {meaning} |"
 
 
-def page() -> str:
+def fields_page() -> str:
     """The whole text."""
     documents = {service: described(service) for service in _SECTIONS}
     schemas = {
@@ -91,7 +104,7 @@ def page() -> str:
         if name not in _LEFT_OUT
     }
     shared = _shared(rows for _, rows in schemas.values())
-    parts, written = [_INTRO, *_TABLE, *lines_of(shared), ""], dict[str, list[Row]]()
+    parts, written = [_FIELDS_INTRO, *_TABLE, *lines_of(shared), ""], dict[str, list[Row]]()
     for service, document in documents.items():
         title, api = _SECTIONS[service]
         parts += [f"## {title}\n", f"What its routes take and give; more in {api}.\n"]
@@ -259,5 +272,101 @@ def _number(value: float) -> str:
     return str(int(value) if value == int(value) else value)
 
 
+# -- flags -----------------------------------------------------------------------------------------
+
+_GUIDES: Final = {
+    "Listening, logging and stopping": "[operations](../guide/operations.md), "
+    "[TLS](../guide/tls.md), [access](../guide/access.md)",
+    "State across restarts": "[restarts](../guide/restarts.md)",
+    "Replicas": "[replicas](../guide/replicas.md)",
+    "Encryption of replica sync": "[replicas](../guide/replicas.md#keys)",
+    "Discovery": "[discovery](../guide/discovery.md)",
+    "Requests to replicas and index peers": "[TLS](../guide/tls.md#what-we-ask-of-others)",
+    "Allowed endpoints": "[operations](../guide/operations.md#where-it-connects-to)",
+    "API version": "[the 1.6 dialect](http-api-16.md)",
+    "Choosing a worker": "[choosing](../guide/choosing.md)",
+    "Queueing": "[choosing](../guide/choosing.md#who-waits)",
+    "Load shedding": "[load shedding](../guide/load-shedding.md)",
+    "Sessions": "[sessions](../guide/sessions.md)",
+    "Discovery of workers": "[discovery](../guide/discovery.md)",
+    "Outlier detection and health checks": "[health](../guide/health.md)",
+    "Raw prompts": "[prompts](../guide/prompts.md), [gateways](../guide/gateways.md)",
+    "Gateways' access logs": "[gateways](../guide/gateways.md#ends)",
+    "Decision log": "[choosing](../guide/choosing.md#your-own-traffic)",
+    "The gateway": "[the gateway](../guide/gateway.md)",
+}
+_FLAGS_INTRO: Final = """\
+# Flags
+
+The flags of `lean-selector`, `lean-slot-tracker` and `lean-selector gateway`. This page is
+generated from the flags' declarations by `.ci/pages.py`; a test
+fails when it is out of date. `--help` shows the most used flags, `--help-all` all of them.
+
+A flag takes precedence over its environment variable, that over the file of `--config`, that over
+the default. An empty variable counts as unset. `--config FILE` names a TOML file with the same
+names without `--`:
+
+```toml
+port = 8092
+use-kv-events = false
+replica-sync-port = 9092
+replica-sync-peers = ["tcp://selector-b:9092"]
+```
+
+A name that is no flag, and a value that cannot be read or is out of range, stop the start with one
+line and status 2 ([D15](../decisions.md#d15-a-bad-setting-stops-the-start)).
+"""
+_FLAGS_HEAD: Final = "| flag | environment | default | meaning |\n|---|---|---|---|"
+
+
+def flags_page() -> str:
+    """The whole text."""
+    parts, known = [_FLAGS_INTRO], dict[str, Field]()
+    for title, config, intro in (
+        ("All services", TrackerConfig, "The default of `--port` is 8091 for the slot tracker, 8092"
+         " for the selector, 8080 for the gateway."),
+        ("Selector and gateway", SelectorConfig, ""),
+        ("Gateway", GatewayConfig, "It takes all flags above; where it has a default of its own, "
+         "the flag is here again.\nWorkers are named as arguments, or as `workers` in the file."),
+    ):  # fmt: skip
+        parts += [f"## {title}\n", *([f"{intro}\n"] if intro else []), *_groups(config, known)]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _groups(config: Any, known: dict[str, Field]) -> list[str]:
+    """The groups with flags that were not on the page, or are otherwise here."""
+    lines, last = list[str](), ""
+    for each in fields_of(config):
+        name, before = each.flag.name, known.get(each.flag.name)
+        if not name.startswith("--") or (before is not None and _same(before, each)):
+            continue
+        known[name] = each
+        if each.title != last:
+            guide = _GUIDES.get(each.title)
+            lines.append(f"| **{each.title}** | | | {f'more: {guide}' if guide else ''} |")
+            last = each.title
+        env = ", ".join(f"`{variable}`" for variable in each.flag.env)
+        meaning = each.help.replace("|", "\\|")
+        words = "" if "|" not in each.metavar else f" ({each.metavar.replace('|', ', ')})"
+        lines.append(f"| `{name}` | {env} | {each.shown_default} | {meaning}{words} |")
+    return [_FLAGS_HEAD, *lines, ""]
+
+
+def _same(one: Field, other: Field) -> bool:
+    is_port = one.flag.name == "--port"
+    return is_port or (one.help, one.default) == (other.help, other.default)
+
+
+def main(argv: list[str]) -> int:
+    pages = {"docs/reference/fields.md": fields_page(), "docs/reference/flags.md": flags_page()}
+    old = [name for name, text in pages.items() if (ROOT / name).read_text("utf-8") != text]
+    for name in old:
+        if "--check" in argv:
+            sys.stderr.write(f"{name} is out of date: .ci/pages.py writes it anew\n")
+        else:
+            (ROOT / name).write_text(pages[name], encoding="utf-8")
+    return 1 if old and "--check" in argv else 0
+
+
 if __name__ == "__main__":
-    (ROOT / PAGE).write_text(page(), encoding="utf-8")
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,6 +1,7 @@
+#!/usr/bin/env -S .venv/bin/python
 """Writes tests/data/engine_events.json: event batches made by the engines' own published classes.
 
-    python -m tests.support.record_engine_events VLLM SGLANG
+    .ci/record_engine_events.py VLLM SGLANG
 
 VLLM and SGLANG are the unpacked wheels of vllm 0.33.0 and sglang 0.5.23. Of each only the modules
 that define the messages are loaded; what these import and the messages do not need is left empty.
@@ -17,11 +18,10 @@ from unittest.mock import MagicMock
 
 import msgspec
 
-DATA = Path(__file__).parents[1] / "data" / "engine_events.json"
-SIZE = 4
-TOKENS = list(range(1, 9))  # of two blocks
-SIGNED = [-(2**63) + 11, -12]  # SGLang's names of them
-NAMES = [name % 2**64 for name in SIGNED]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.events.test_engine_events import DATA, NAMES, SIGNED, SIZE, TOKENS
+
 DIGESTS = [bytes(range(24)) + name.to_bytes(8, "big") for name in NAMES]
 IMAGE = "a1b2c3d4e5f60718" + 48 * "0"
 

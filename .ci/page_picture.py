@@ -1,7 +1,7 @@
-"""The README's picture of the page over the demo's traffic.
+#!/usr/bin/env -S .venv/bin/python
+"""Draws docs/page.png, the README's picture of the page over the demo's traffic.
 
-`python -m tests.app.page_screenshots` draws it anew. It carries the digest of the page that it
-shows; a test fails when that has changed since.
+It carries the digest of the page that it shows; a test fails when that has changed since.
 """
 
 import struct
@@ -15,10 +15,14 @@ from subprocess import DEVNULL, Popen
 from typing import Final
 
 from lean_selector.api.ui import page
-from tests.support.chromium import chromium
-from tests.support.running_service import free_port
 
-PICTURE: Final = Path(__file__).parents[2] / "docs" / "page.png"
+ROOT: Final = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.support.chromium import chromium  # noqa: E402
+from tests.support.running_service import free_port  # noqa: E402
+
+PICTURE: Final = ROOT / "docs" / "page.png"
 SIZE: Final = (1180, 640)
 _KEY: Final = b"page"
 
@@ -38,19 +42,10 @@ def demo(workers: int) -> Iterator[int]:
 
 def marked(png: bytes) -> bytes:
     """The picture with the digest of the page in a text chunk, before its end."""
-    data = _KEY + b"\0" + digest()
+    data = _KEY + b"\0" + sha256(page()[0]).hexdigest().encode()
     chunk = struct.pack(">I", len(data)) + b"tEXt" + data
     chunk += struct.pack(">I", zlib.crc32(b"tEXt" + data))
     return png[:-12] + chunk + png[-12:]
-
-
-def digest() -> bytes:
-    return sha256(page()[0]).hexdigest().encode()
-
-
-def size_of(png: bytes) -> tuple[int, int]:
-    width, height = struct.unpack(">II", png[16:24])
-    return width, height
 
 
 def main() -> None:
