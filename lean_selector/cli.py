@@ -13,7 +13,7 @@ from lean_selector.build_info import form
 Config = TypeVar("Config")
 # The module with `main` for each command; imported when the command is used.
 TOOLS: Final = {
-    **{name: name for name in ("demo", "top", "simulate", "replay", "tune", "check", "keys")},
+    **{name: name for name in ("demo", "top", "simulate", "replay", "tune", "check")},
     "deploy": "recipes",
 }
 COMMANDS: Final = ("gateway", *TOOLS)
@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "Chooses the worker for a prompt, and tracks in-flight load per worker. Other "
         "commands: `lean-selector gateway` forwards requests to workers, too; `demo` shows it at "
         "work, `top` shows a running one, `simulate` compares policies on a trace, `replay` "
-        "and `tune` settings on the decisions of a service, `check` finds what is wrong, `keys` "
-        "makes keys to encrypt with, `deploy` prints files to run it with.",
+        "and `tune` settings on the decisions of a service, `check` finds what is wrong, "
+        "`deploy` prints files to run it with.",
         SelectorConfig,
         ("lean_selector.app.selector_process", "run_selector"),
         arguments,

@@ -207,7 +207,7 @@ class ReplicaFlags:
 class ReplicaKeysFlags:
     """Encryption of replica sync
 
-    secret_key_file: encrypt replica sync (CURVE) with this key pair, made by `lean-selector keys`
+    secret_key_file: encrypt replica sync (CURVE) with the key pair in this file
     peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas use
       the same key pair
     """

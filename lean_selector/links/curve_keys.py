@@ -54,10 +54,6 @@ class CurveClient(NamedTuple):
     believed: tuple[bytes, ...]
 
 
-def new_pair() -> KeyPair:
-    return KeyPair(*zmq.curve_keypair())
-
-
 def check_curve(flag: str) -> None:
     """Raise BadKeys if this libzmq has no CURVE. The error text begins with `flag`."""
     if not zmq.has("curve"):
@@ -74,7 +70,7 @@ def read_pair(path: str) -> KeyPair:
             if secret is None:
                 raise BadKeys(f"{path}: its secret-key is not a key of 40 characters")
     if secret is None:
-        raise BadKeys(f"{path} has no secret-key; `lean-selector keys` creates one")
+        raise BadKeys(f"{path} has no secret-key; zmq.auth.create_certificates creates one")
     return KeyPair(zmq.curve_public(secret), secret)
 
 

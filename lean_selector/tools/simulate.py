@@ -23,7 +23,6 @@ from lean_selector.tools.simulation import (
     outcome,
     requests_of,
 )
-from lean_selector.tools.simulation_figure import Curves, curves_of, draw
 from lean_selector.tools.trace import trace_lines
 
 # name -> settings of the router
@@ -149,9 +148,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed for ties; default: 0")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument(
-        "--svg", type=Path, help="draw times to first token, cache hits and load into this file"
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -211,7 +207,7 @@ def compare(options: argparse.Namespace) -> None:
         options.engines, options.capacity, options.slowness, options.selectors, sync_s
     )
     policies = options.policy or [policy_of(text) for text in _DEFAULT]
-    progress, outcomes, curves = Progress(len(lines)), list[Outcome](), list[Curves]()
+    progress, outcomes = Progress(len(lines)), list[Outcome]()
     width = max(len(policy.name) for policy in policies) + 5 * bool(options.ids)
     print("\n".join(header(options, width, len(lines))), flush=True)
     for policy in policies:
@@ -225,12 +221,8 @@ def compare(options: argparse.Namespace) -> None:
             row = outcome(name, some, simulation.engines.values(), options.within)
             outcomes.append(row)
             print(line_of(row, width), flush=True)
-        if options.svg is not None:
-            curves.append(curves_of(policy.name, requests))
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes)) + b"\n")
-    if options.svg is not None:
-        options.svg.write_text(draw(curves), encoding="utf-8")
 
 
 def _by_id(

@@ -6,21 +6,20 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+import zmq.auth
 
 from lean_selector.app.curve_settings import replica_gate
 from lean_selector.app.host import StartError
 from lean_selector.app.service_flags import ReplicaKeysFlags
-from lean_selector.links.curve_keys import CurveGate, new_pair
-from lean_selector.tools.keys import write_pair
+from lean_selector.links.curve_keys import CurveGate, read_pair
 
 OF_PEERS = "--replica-sync-curve-peer-keys-file"
 OF_US = "--replica-sync-curve-secret-key-file"
-PAIR = new_pair()
 
 
 @pytest.fixture
 def name(tmp_path: Path) -> str:
-    write_pair(str(tmp_path / "a"), PAIR)
+    zmq.auth.create_certificates(tmp_path, "a")
     return str(tmp_path / "a")
 
 
@@ -37,7 +36,7 @@ def made(secret: str, peers: str | None, then: Callable[[CurveGate], None]) -> N
 
 def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
     def then(gate: CurveGate) -> None:
-        assert gate.admitted == (gate.pair.public,) == (PAIR.public,)
+        assert gate.admitted == (read_pair(f"{name}.key_secret").public,)
 
     made(f"{name}.key_secret", None, then)
 
@@ -52,7 +51,7 @@ def test_files_that_hold_no_keys_end_the_start_by_their_flag(name: str) -> None:
         faults.append(str(told.value))
     assert faults == [
         f"{OF_US}: {missing}: No such file or directory",
-        f"{OF_US}: {public} has no secret-key; `lean-selector keys` creates one",
+        f"{OF_US}: {public} has no secret-key; zmq.auth.create_certificates creates one",
         f"{OF_PEERS}: {missing}: No such file or directory",
-        f"{OF_PEERS}: {secret} line 7 is a secret key; this file needs public keys",
+        f"{OF_PEERS}: {secret} line 8 is a secret key; this file needs public keys",
     ]

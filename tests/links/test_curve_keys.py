@@ -1,10 +1,6 @@
 """Files of keys, what of them is refused and never cited, and a socket that asks for keys."""
 
 import logging
-import os
-import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,58 +13,16 @@ from lean_selector.links.curve_keys import (
     BadKeys,
     CurveGate,
     give_keys,
-    new_pair,
     public_keys,
     read_pair,
 )
-from lean_selector.tools.keys import main
-from tests.support.key_files import KeyFiles
+from tests.support.key_files import KeyFiles, new_pair
 
 PAIR = new_pair()
 ANY_PORT = "tcp://127.0.0.1:*"
 DEADLINE_MS = 20_000
 # Those of known secrets: a key that begins with `#` would be a comment as soon as it is cut.
 KEYS = [zmq.curve_public(z85.encode(bytes([number]) * 32)) for number in range(1, 4)]
-
-
-def keys_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "lean_selector", "keys", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_the_command_makes_a_pair_that_we_and_pyzmq_read(tmp_path: Path) -> None:
-    name = str(tmp_path / "selector")
-    made = keys_command(name)
-    assert (made.returncode, made.stderr) == (0, "")
-    public = made.stdout.strip().encode()
-    pair = read_pair(f"{name}.key_secret")
-    assert pair.public == public == zmq.curve_public(pair.secret)
-    assert public_keys("it", Path(f"{name}.key").read_bytes()) == (public,)
-    assert zmq.auth.load_certificate(f"{name}.key_secret") == (public, pair.secret)
-    assert zmq.auth.load_certificate(f"{name}.key") == (public, None)
-    for path in (f"{name}.key_secret", f"{name}.key"):
-        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    assert pair.secret.decode() not in made.stdout + repr(pair)
-
-
-def test_the_command_makes_no_hidden_files_and_touches_none_that_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    for name in ("", "folder/"):
-        with pytest.raises(SystemExit, match="2"):
-            main([name])
-        assert f"NAME `{name}` " in capsys.readouterr().err
-        assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
-    for ending in ("key", "key_secret"):
-        there = Path("folder") / f"selector.{ending}"
-        there.write_text("precious")
-        assert main(["folder/selector"]) == 1
-        assert f"{there}: File exists" in capsys.readouterr().err
-        assert os.listdir("folder") == [there.name]
-        assert there.read_text() == "precious"
-        there.unlink()
 
 
 def test_a_pair_of_pyzmq_is_read(tmp_path: Path) -> None:

@@ -10,11 +10,12 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from lean_selector.links import link
-from lean_selector.links.curve_keys import CurveGate, KeyPair, new_pair
+from lean_selector.links.curve_keys import CurveGate, KeyPair
 from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.wire.replica_frames import TOPIC
 from lean_selector.wire.replica_shapes import PeerState
 from tests.replicas.sync_replica import EVENT, Replica
+from tests.support.key_files import new_pair
 from tests.support.on_loop import on_loop, until
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.reservations import changed

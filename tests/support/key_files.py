@@ -3,8 +3,14 @@
 import os
 from pathlib import Path
 
-from lean_selector.links.curve_keys import KeyPair, new_pair
-from lean_selector.tools.keys import write_pair
+import zmq
+import zmq.auth
+
+from lean_selector.links.curve_keys import KeyPair, read_pair
+
+
+def new_pair() -> KeyPair:
+    return KeyPair(*zmq.curve_keypair())
 
 
 class KeyFiles:
@@ -14,8 +20,8 @@ class KeyFiles:
         self._path = path
         self.pairs: dict[str, KeyPair] = {}
         for name in names:
-            pair = self.pairs[name] = new_pair()
-            write_pair(str(path / name), pair)
+            zmq.auth.create_certificates(path, name)
+            self.pairs[name] = read_pair(self.secret(name))
 
     def secret(self, name: str) -> str:
         return str(self._path / f"{name}.key_secret")

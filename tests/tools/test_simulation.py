@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Literal
-from xml.etree import ElementTree
 
 import pytest
 
@@ -160,18 +159,15 @@ def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
     assert spread == [0.0, 1.5, 3.0, 4.0, 5.0, 6.0, 6.0]
 
 
-def test_the_command_writes_figures_and_a_drawing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trace, figures, drawing = tmp_path / "t.jsonl", tmp_path / "f.json", tmp_path / "d.svg"
+def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, figures = tmp_path / "t.jsonl", tmp_path / "f.json"
     keys = ("timestamp", "input_length", "output_length", "hash_ids")
     lines = [{key: getattr(line, key) for key in keys} for line in LINES]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = ["round-robin", "dynamo", "dynamo:prefill_load_scale=10,queue_threshold=2"]
     chosen = [word for row in rows for word in ("--policy", row)]
-    assert main([str(trace), *chosen, "--json", str(figures), "--svg", str(drawing)]) == 0
+    assert main([str(trace), *chosen, "--json", str(figures)]) == 0
     assert [row["policy"] for row in json.loads(figures.read_bytes())] == rows
-    assert len(ElementTree.parse(drawing).findall(".//{*}polyline")) == 3 * len(rows)
     assert sum(line.startswith("| ") for line in capsys.readouterr().out.splitlines()) == 4
     assert main([str(tmp_path / "none")]) == 1
 
