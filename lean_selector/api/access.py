@@ -61,13 +61,14 @@ def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
 
 
 # -- the token file --------------------------------------------------------------------------------
-# Each line is `ROLE TOKEN [NAME]`. The file is read at the start and again when it changes. Only
-# digests are stored (`http.head`), and no message repeats a token.
+# Each line is `ROLE TOKEN [NAME] [max-priority=high]`. The file is read at the start and again when
+# it changes. Only digests are stored (`http.head`), and no message repeats a token.
 
 log = logging.getLogger("lean_selector.access")
 
 _MOST_BYTES: Final = 1 << 20
 _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
+_URGENT: Final = b"max-priority=high"
 _NAME: Final = re.compile(rb"[A-Za-z0-9._~-]{1,32}")  # too short for a token written by mistake
 
 
@@ -76,7 +77,8 @@ class AccessTokens:
     tokens read last stay valid.
 
     `roles` maps the digest of a token to its role, `names` to the name of its client, if it has
-    one. Other objects keep references to these dicts, so a reload changes them in place."""
+    one; `urgent` are those whose requests may have high priority. Other objects keep references to
+    these, so a reload changes them in place."""
 
     def __init__(self, path: str) -> None:
         """Reads the token file. Raises OSError or ValueError, with a message of one line, if the
@@ -85,7 +87,7 @@ class AccessTokens:
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
         self._complains = False
-        self.roles, self.names = _read(path, self._file.read()[0])
+        self.roles, self.names, self.urgent = _read(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
         """Return the role of the token with the digest `credential`, or OPEN if no token has it.
@@ -99,9 +101,11 @@ class AccessTokens:
         try:
             text, is_new = self._file.read()
             if is_new:
-                roles, names = _read(self._file.path, text)
+                roles, names, urgent = _read(self._file.path, text)
                 self.names.clear()
                 self.names.update(names)
+                self.urgent.clear()
+                self.urgent.update(urgent)
                 self.roles.clear()
                 self.roles.update(roles)
                 log.info("tokens were read again", extra={"tokens": len(roles)})
@@ -112,11 +116,14 @@ class AccessTokens:
             self._complains = True
 
 
-def _read(path: str, text: bytes) -> tuple[dict[bytes | None, Role], dict[bytes | None, str]]:
-    """Map tokens' digests to roles, and to names. Raises ValueError with the number of an invalid
-    line."""
+def _read(
+    path: str, text: bytes
+) -> tuple[dict[bytes | None, Role], dict[bytes | None, str], set[bytes | None]]:
+    """Map tokens' digests to roles, and to names; the third are the urgent ones. Raises ValueError
+    with the number of an invalid line."""
     roles: dict[bytes | None, Role] = {}
     names: dict[bytes | None, str] = {}
+    urgent: set[bytes | None] = set()
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -125,11 +132,18 @@ def _read(path: str, text: bytes) -> tuple[dict[bytes | None, Role], dict[bytes 
         where = f"{path}, line {number}"
         if words[0] not in ROLES:  # not quoted, because it may be a token
             raise ValueError(f"{where}: the first word is not one of {', '.join(NAMES.values())}")
+        is_urgent = words[-1] == _URGENT
+        if is_urgent:
+            words.pop()
         if len(words) not in (2, 3):
-            raise ValueError(f"{where}: expected only a role, one token, and perhaps a name")
+            raise ValueError(
+                f"{where}: expected only a role, one token, and perhaps a name and "
+                "max-priority=high"
+            )
         if len(words) == 3 and _NAME.fullmatch(words[2]) is None:  # not quoted either
             raise ValueError(
-                f"{where}: the name after the token is not 1 to 32 letters, digits and -._~"
+                f"{where}: the word after the token is not max-priority=high, nor a name of 1 to "
+                "32 letters, digits and -._~"
             )
         if _TOKEN.fullmatch(words[1]) is None:
             raise ValueError(
@@ -142,6 +156,8 @@ def _read(path: str, text: bytes) -> tuple[dict[bytes | None, Role], dict[bytes 
         roles[digest], lines[digest] = ROLES[words[0]], number
         if len(words) == 3:
             names[digest] = words[2].decode("ascii")
+        if is_urgent:
+            urgent.add(digest)
     if not roles:
         raise ValueError(f"{path} has no tokens: expected lines `ROLE TOKEN`")
-    return roles, names
+    return roles, names, urgent

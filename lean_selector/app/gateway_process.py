@@ -75,7 +75,7 @@ class Front(Part):
             credentials.trust.context,
             core.allowed,
             status,
-            config.queue.ids({} if tokens is None else tokens.names),
+            config.queue.headers(tokens, knows_clients=True),
         )
         self.handler = GatewayHandler(
             placing,

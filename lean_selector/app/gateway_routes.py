@@ -24,7 +24,7 @@ from lean_selector.gateway.access_logs import (
 )
 from lean_selector.gateway.engine_answers import Tokenizer
 from lean_selector.gateway.fleet import GatewayFleet
-from lean_selector.gateway.headers import FairnessIds
+from lean_selector.gateway.headers import QueueHeaders
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.gateway.route import RouteHandler
@@ -126,10 +126,10 @@ class GatewayRoutes(Part):
         prompts: PromptSettings | None,
         new_client: Callable[[], OutboundClient],
         decisions: "DecisionLog | None" = None,
-        ids: FairnessIds | None = None,
+        queue_headers: QueueHeaders | None = None,
     ) -> None:
-        """`ids`: None without fair shares. `new_client` creates the client for requests to engines.
-        If construction raises StartError, no socket is left open."""
+        """`queue_headers`: None without a queue. `new_client` creates the client for requests to
+        engines. If construction raises StartError, no socket is left open."""
         selector = service.selector
         self._prompts: Prompts | None = None
         if prompts is not None:
@@ -149,7 +149,7 @@ class GatewayRoutes(Part):
                     reservation_id, tokens, time.monotonic()
                 ),
                 _never if self._logs is None else self._logs.ends.has_ended,
-                ids,
+                queue_headers,
             )
 
     def routes(self) -> tuple[Route, ...]:

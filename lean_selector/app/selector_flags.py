@@ -1,7 +1,7 @@
 """The flags of the selector. Flag names, defaults and environment variables follow section 7 of
 docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args
@@ -25,7 +25,8 @@ from lean_selector.core.settings import (
 )
 
 if TYPE_CHECKING:
-    from lean_selector.gateway.headers import FairnessIds
+    from lean_selector.api.access import AccessTokens
+    from lean_selector.gateway.headers import QueueHeaders
     from lean_selector.gateway.prompt_shapes import PromptSettings
 
 _CACHE = SelectionCacheSettings()
@@ -235,6 +236,10 @@ class QueueFlags:
       of a request whose token has no name
     weights: weight of a fairness id, as ID=2; an id with twice the weight gets twice the service;
       may be repeated
+    priority_header: header that says how urgent a raw request is: high, normal or low; without it,
+      vLLM's field priority does, in which less is more urgent, and 0 is normal
+    trust_priority: where there are no tokens, high priority counts for all clients; with tokens, it
+      counts for those with max-priority=high
     overlap_refresh_after_s: look up a queued request's overlap again after this time; 0 or less:
       never
     """
@@ -251,15 +256,22 @@ class QueueFlags:
         "x-gateway-inference-fairness-id", "--fairness-header", each=_header, needs=_FAIR
     )
     weights: list[str] = flag([], "--queue-weight", each=_weight, needs=_FAIR)
+    priority_header: str = flag("x-lean-priority", "--priority-header", each=_header, needs=_QUEUE)
+    trust_priority: bool = flag(False, "--trust-priority", needs=_QUEUE)
     overlap_refresh_after_s: float | None = dyn_flag(10.0, "--router-overlap-refresh-after-secs")
 
-    def ids(self, names: Mapping[bytes | None, str]) -> "FairnessIds | None":
-        """Return what tells whose a request is, or None without fair shares."""
-        if self.queue_fairness == "off":
+    def headers(
+        self, tokens: "AccessTokens | None", *, knows_clients: bool
+    ) -> "QueueHeaders | None":
+        """Return what reads the place of raw requests in the queue, or None without a queue.
+        `knows_clients`: whether tokens are those of clients, not of a proxy for all of them."""
+        if self.queue_threshold is None:
             return None
-        from lean_selector.gateway.headers import FairnessIds
+        from lean_selector.gateway.headers import QueueHeaders
 
-        return FairnessIds(self.fairness_header, names)
+        names = tokens.names if knows_clients and tokens is not None else {}
+        urgent = None if self.trust_priority else () if tokens is None else tokens.urgent
+        return QueueHeaders(self.fairness_header, self.priority_header, names, urgent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,6 +533,11 @@ class SelectorConfig(ServiceConfig):
             raise ValueError(
                 "--router-kv-overlap-score-credit, DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT: invalid "
                 f"value `{router.overlap_score_credit:g}`: expected 0 to 1, or --api 1.6"
+            )
+        if self.queue.trust_priority and self.listen.auth_token_file is not None:
+            raise ValueError(
+                "--trust-priority is for a service without --auth-token-file, in which lines of "
+                "urgent clients have max-priority=high"
             )
         if self.dialect.no_assume_kv_reuse and self._by_flag("--router-assume-kv-reuse"):
             raise ValueError(

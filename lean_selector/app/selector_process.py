@@ -119,7 +119,7 @@ class SelectorParts(Parts):
         routes = (*self.service.routes(), *discovery_routes(self.report), *super().routes())
         return routes if self._persister is None else durable(routes, self._persister)
 
-    def add_gateway_routes(self) -> None:
+    def add_gateway_routes(self, tokens: AccessTokens | None = None) -> None:
         """Adds what serves POST /route and access logs, if they are on. Raises StartError."""
         config, core = self.core.config, self.core
         if not config.access_logs.addresses and config.prompts.settings is None:
@@ -135,9 +135,10 @@ class SelectorParts(Parts):
             books_at=ROUTE,
         )
         prompts, client = config.prompts.settings, core.engine_client
-        # The bearer of /route is a proxy, so its token's name is nobody's.
-        ids = config.queue.ids({})
-        self.add(GatewayRoutes(service, config.access_logs, prompts, client, self.decisions, ids))
+        headers = config.queue.headers(tokens, knows_clients=False)
+        self.add(
+            GatewayRoutes(service, config.access_logs, prompts, client, self.decisions, headers)
+        )
 
 
 # -- the selector behind its listener --------------------------------------------------------------
@@ -154,7 +155,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = SelectorParts(config, context)
-    parts.add_gateway_routes()
+    parts.add_gateway_routes(tokens)
     connections = Connections(
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )

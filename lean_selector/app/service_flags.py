@@ -112,9 +112,9 @@ class ListenFlags:
     log_level: minimum severity of log lines
     log_format: format of log lines on stderr
     access_log: log every request
-    auth_token_file: require a bearer token from this file; each line is `ROLE TOKEN [NAME]`, where
-      ROLE is read, write or admin; required for every request except /health and /ready; the file
-      is reread when it changes, and on SIGHUP
+    auth_token_file: require a bearer token from this file; each line is `ROLE TOKEN [NAME]
+      [max-priority=high]`, where ROLE is read, write or admin; required for every request except
+      /health and /ready; the file is reread when it changes, and on SIGHUP
     """
 
     port: int = flag(8092, "--port", ge=0, le=65535, common=True)

@@ -7,12 +7,13 @@ validated: every line break is CRLF, and no line is folded."""
 import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import count
 from math import ceil
 from typing import Final
 
-from lean_selector.http.head import Request
+from lean_selector.core.errors import BadRequest
+from lean_selector.gateway.prompts import Routed
 from lean_selector.http.response import encode_response
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
@@ -40,6 +41,8 @@ _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECAS
 _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
 _SESSION: Final = re.compile(rb"\r\nx-session-id[ \t]*:[ \t]*+([!-~]++)[ \t]*+\r\n", re.I)
 _WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
+_WORD: Final = re.compile(rb"[!-~]{1,256}+")
+_PRIORITIES: Final = {b"high": 1, b"normal": 0, b"low": -1}
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
 _MOST_RETRY_AFTER_S: Final = 60
 _NONE: Final = frozenset[bytes]()
@@ -93,30 +96,53 @@ def request_id_of(section: bytes) -> bytes | None:
     return None if found is None else found[1]
 
 
+def _line(name: str) -> re.Pattern[bytes]:
+    """Return what finds the value of a header in a section."""
+    return re.compile(rb"\r\n%b[ \t]*:[ \t]*+([^\r]*+)\r\n" % re.escape(name.encode("ascii")), re.I)
+
+
 def session_of(section: bytes) -> str | None:
     """Return the session id that the client sent, if it is a single word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
 
 
-class FairnessIds:
-    """Tells whose request it is, for fair shares of the queue."""
+class QueueHeaders:
+    """Reads what the headers of a request say about its place in the queue."""
 
-    def __init__(self, header: str, names: Mapping[bytes | None, str]) -> None:
-        """`names`: the names of tokens by their digests. They come before the header, which a
-        client could choose."""
+    def __init__(
+        self,
+        fairness: str,
+        priority: str,
+        names: Mapping[bytes | None, str],
+        urgent: Container[bytes | None] | None,
+    ) -> None:
+        """`fairness`, `priority`: names of headers. `names`: the names of tokens by their digests.
+        They come before the header, which a client could choose. `urgent`: digests of the tokens
+        whose requests may have high priority; None: every request may."""
         self._names = names
-        name = re.escape(header.encode("ascii"))
-        self._line = re.compile(rb"\r\n%b[ \t]*:[ \t]*+([!-~]{1,256}+)[ \t]*+\r\n" % name, re.I)
+        self._urgent = urgent
+        self._priority = priority
+        self._fairness_line, self._priority_line = _line(fairness), _line(priority)
 
-    def of(self, request: Request) -> str:
-        """Return the name of the request's token, or else the header's value if it is one word of
-        at most 256 characters, or else the empty id."""
-        name = self._names.get(request.credential)
-        if name is not None:
-            return name
-        found = self._line.search(request.section)
-        return "" if found is None else found[1].decode("ascii")
+    def read(self, routed: Routed, section: bytes, credential: bytes | None) -> None:
+        """Set the fairness id: the name of the request's token, or else the header's value if it is
+        one word of at most 256 characters. Set the strict priority: the header's, or else the
+        body's, which is set already; at most 0 without the right to more. Raises BadRequest."""
+        name = self._names.get(credential)
+        if name is None:
+            found = self._fairness_line.search(section)
+            given = b"" if found is None else found[1].rstrip(b" \t")
+            name = "" if _WORD.fullmatch(given) is None else given.decode("ascii")
+        routed.fairness_id = name
+        found = self._priority_line.search(section)
+        if found is not None:
+            priority = _PRIORITIES.get(found[1].rstrip(b" \t").lower())
+            if priority is None:
+                raise BadRequest(f"{self._priority}: expected high, normal or low")
+            routed.strict_priority = priority
+        if self._urgent is not None and credential not in self._urgent:
+            routed.strict_priority = min(routed.strict_priority, 0)
 
 
 def traceparent_of(section: bytes) -> str | None:

@@ -206,6 +206,14 @@ class ModelRequest:
         return None
 
     @property
+    def priority(self) -> int:
+        """Return 1 if the request is urgent, -1 if it can wait. vLLM's `priority` is lower then."""
+        given = bytes(self.fields.get("priority", b""))
+        if not given.removeprefix(b"-").isdigit() or given in (b"0", b"-0"):
+            return 0
+        return 1 if given.startswith(b"-") else -1
+
+    @property
     def echoes(self) -> bool:
         """Whether the answer repeats the prompt (`echo`)."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)

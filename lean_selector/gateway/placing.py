@@ -31,7 +31,7 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts
-from lean_selector.gateway.headers import RETRY_AFTER, FairnessIds, retry_after, session_of
+from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, retry_after, session_of
 from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
@@ -136,6 +136,7 @@ class Chooser:
         request.asked_at = GATEWAY
         request.reservation_id = reservation_id
         request.fairness_id = routed.fairness_id
+        request.strict_priority = routed.strict_priority
         sessions = partition.sessions
         is_bound = sessions is not None and not sessions.is_soft and routed.session_id is not None
         warming = _NOBODY
@@ -272,7 +273,7 @@ def peeked_model(body: bytes | bytearray) -> str | None:
 class Placing:
     """Finds a worker for each request. Used only on the loop's thread.
 
-    `ids`: None without fair shares. `tls` is called when a worker's URL is https, and may
+    `queue_headers`: None without a queue. `tls` is called when a worker's URL is https, and may
     raise OSError. Connections are made only to endpoints in `allowed`, if given."""
 
     prompts: Prompts
@@ -284,7 +285,7 @@ class Placing:
     tls: Callable[[], ssl.SSLContext]
     allowed: AllowedEndpoints | None
     overload_status: int
-    ids: FairnessIds | None = None
+    queue_headers: QueueHeaders | None = None
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
         """Finds a worker and sends the request now, or returns a task that does so."""
@@ -306,8 +307,8 @@ class Placing:
             try:
                 proxied.routed = yield from self.prompts.read(request.path.decode(), body)
                 request.body = b""  # `routed.body` is forwarded instead
-                if self.ids is not None:
-                    proxied.routed.fairness_id = self.ids.of(request)
+                if self.queue_headers is not None:
+                    self.queue_headers.read(proxied.routed, request.section, request.credential)
                 session = session_of(request.section)
                 if session is not None and proxied.routed.session_id is None:
                     proxied.routed.session_id = session_id_of(session)

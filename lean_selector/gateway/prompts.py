@@ -45,6 +45,7 @@ class Routed:
     output_tokens: int = 0  # expected answer tokens
     session_id: str | None = None
     fairness_id: str = ""
+    strict_priority: int = 0  # 1 high, -1 low
     worker_ids: frozenset[int] | None = None  # the workers that have the adapter; None: any worker
     additions: Additions = field(default_factory=Additions)  # to `body`; they read its answer
     is_sent_once: bool = False  # it names other engines: not retried once it was sent
@@ -135,6 +136,7 @@ class Prompts:
             streams=request.streams,
             output_tokens=(output if most is None else min(output, most)) * answers,
             session_id=request.session_id,
+            strict_priority=request.priority,
             worker_ids=worker_ids,
             additions=additions,
             on_lengths=None

@@ -26,7 +26,7 @@ from lean_selector.core.errors import (
     WaitedTooLong,
 )
 from lean_selector.core.selection.shapes import Selection
-from lean_selector.gateway.headers import RETRY_AFTER, FairnessIds, refusal
+from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.head import Request
@@ -105,7 +105,7 @@ class RouteHandler:
     free: Callable[[str], object]
     expect_output: Callable[[str, int], object]
     has_ended: Callable[[str], bool]
-    ids: FairnessIds | None = None  # None without fair shares
+    queue_headers: QueueHeaders | None = None  # None if requests are never queued
 
     def __post_init__(self) -> None:
         self._under_way: set[asyncio.Task[None]] = set()
@@ -127,11 +127,7 @@ class RouteHandler:
             return error_of(error)
         pending = LaterReply()
         path = "/" + param.decode("latin-1")
-        body, request.body = bytes(request.body), b""
-        has_body = is_json(request.headers.accept)
-        fairness_id = "" if self.ids is None else self.ids.of(request)
-        route = self._route(path, body, reservation_id, pending, has_body, fairness_id)
-        task = watched("route", route)
+        task = watched("route", self._route(path, request, reservation_id, pending))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         pending.on_disconnect = task.cancel
@@ -140,12 +136,13 @@ class RouteHandler:
     async def _route(
         self,
         path: str,
-        body: bytes,
+        request: Request,
         reservation_id: str,
         pending: LaterReply,
-        has_body: bool,
-        fairness_id: str,
     ) -> None:
+        body, request.body = bytes(request.body), b""
+        has_body = is_json(request.headers.accept)
+
         def answer_with(found: object) -> None:
             if isinstance(found, Selection):
                 response = self._reply_of(found, reservation_id, routed, has_body)
@@ -160,7 +157,8 @@ class RouteHandler:
 
         try:
             routed = await self.prompts.of(path, body, forwards=False)
-            routed.fairness_id = fairness_id
+            if self.queue_headers is not None:
+                self.queue_headers.read(routed, request.section, request.credential)
             self._check_live(reservation_id)
             found = self.select_and_reserve(_selection_of(routed, reservation_id))
         except Exception as error:
@@ -222,5 +220,6 @@ def _selection_of(routed: Routed, reservation_id: str) -> SelectAndReserveReques
         isl_tokens=prompt.isl_tokens,
         lora_name=prompt.lora_name,
         fairness_id=routed.fairness_id,
+        strict_priority=routed.strict_priority,
         allowed_worker_ids=None if worker_ids is None else sorted(worker_ids),
     )

@@ -78,8 +78,11 @@ def test_the_plain_text_is_not_kept(path: Path) -> None:
         pytest.param(b"Read secret\n", "line 1: the first word is not one of", id="capitals"),
         pytest.param(b"\nread\n", "line 2: expected only a role", id="no token"),
         pytest.param(b"read secret a b\n", "line 1: expected only a role", id="four words"),
-        pytest.param(b"read a secret=high\n", "line 1: the name after the token", id="no name"),
-        pytest.param(b"read a " + b"secret" * 6, "line 1: the name after", id="two tokens"),
+        pytest.param(b"read a secret=high\n", "line 1: the word after the token", id="no name"),
+        pytest.param(b"read a " + b"secret" * 6, "line 1: the word after", id="two tokens"),
+        pytest.param(b"read a max-priority=low", "line 1: the word after", id="no right"),
+        pytest.param(b"read a max-priority=high secret", "line 1: expected only", id="order"),
+        pytest.param(b"read max-priority=high", "line 1: expected only", id="a right alone"),
         pytest.param(b"read sec:ret\n", "line 1: the token has characters other", id="a colon"),
         pytest.param("read sécret\n".encode(), "line 1: the token has characters", id="no ASCII"),
         pytest.param(b"read =secret\n", "line 1: the token has characters", id="= at the front"),
@@ -124,12 +127,14 @@ def test_a_change_is_taken_over_in_place(path: Path) -> None:
 
 
 def test_a_name_is_that_of_its_token_until_the_line_changes(path: Path) -> None:
-    path.write_bytes(b"write one team-a\nwrite two\n")
+    path.write_bytes(b"write one team-a\nwrite two\nwrite three max-priority=high\n")
     tokens = AccessTokens(str(path))
-    names = tokens.names
+    names, urgent = tokens.names, tokens.urgent
+    assert urgent == {digest_of(b"three")}
     assert (names.get(digest_of(b"one")), names.get(digest_of(b"two"))) == ("team-a", None)
-    path.write_bytes(b"write two team-b\n")
+    path.write_bytes(b"write two team-b max-priority=high\n")
     tokens.reload()
+    assert urgent == {digest_of(b"two")}
     assert names == {digest_of(b"two"): "team-b"}
 
 

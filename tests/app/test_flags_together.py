@@ -81,6 +81,7 @@ def test_no_removed_flag_is_left_and_what_is_named_instead_exists() -> None:
         ("--no-router-assume-kv-reuse --router-assume-kv-reuse on", "exclude each other"),
         ("--router-predicted-ttl-secs 5 --use-kv-events off", "use_kv_events=true"),
         ("--router-approximate-cache-policy lru", "lru"),
+        ("--queue-threshold 1 --trust-priority --auth-token-file /x", "max-priority=high"),
     ],
 )
 def test_what_cannot_go_together_ends_the_start(

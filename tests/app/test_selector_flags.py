@@ -50,6 +50,7 @@ FLAGS = [
     ("--queue-policy", "settings.queue_policy", "WSPT", "wspt"),
     ("--queue-fairness", "settings.queue_fairness", "on", "on"),
     ("--fairness-header", "queue.fairness_header", "x-team", "x-team"),
+    ("--priority-header", "queue.priority_header", "x-urgency", "x-urgency"),
     ("--queue-weight", "settings.queue_weights", "a=b=2", {"a=b": 2.0}),
     ("--active-decode-blocks-threshold", "thresholds.active_decode_blocks", "0.85", 0.85),
     ("--overload-status", "overload_status", "529", 529),

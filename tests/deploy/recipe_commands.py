@@ -108,5 +108,5 @@ OTHERS_FLAGS = {
     *("--enable-cache-report", "--enable-prompt-tokens-details", "--kv-events-config"),
     *("--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"),
     *("--default-chat-template-kwargs", "--prefix-match-unit", "--enable-scale-out"),
-    *("--exclude-tools-when-tool-choice-none", "--reasoning-effort-map"),
+    *("--exclude-tools-when-tool-choice-none", "--reasoning-effort-map", "--scheduling-policy"),
 }

@@ -2,15 +2,19 @@
 
 import sys
 
+import pytest
+
+from lean_selector.core.errors import BadRequest
+from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.headers import (
-    FairnessIds,
+    QueueHeaders,
     answer_lines,
     request_id_of,
     request_lines,
     retry_after,
     wants_websocket,
 )
-from lean_selector.http.head import Request, block_of
+from lean_selector.gateway.prompts import Routed
 
 
 def test_a_client_is_told_to_come_again_within_a_minute() -> None:
@@ -98,8 +102,20 @@ def test_a_request_id_is_one_word_or_none() -> None:
     assert request_id_of(section("a: b")) is None
 
 
+HEADERS = QueueHeaders("X-Team", "x-lean-priority", {b"digest": "a"}, {b"digest"})
+
+
+def read(
+    lines: bytes, credential: bytes | None, headers: QueueHeaders = HEADERS, priority: int = 0
+) -> Routed:
+    prompt = Prompt(16, b"", 0, b"", bytes)
+    routed = Routed("m", "default", prompt, b"", why_not=None, streams=False)
+    routed.strict_priority = priority
+    headers.read(routed, b"1.1\r\nhost: x\r\n%b\r\naccept: y\r\n\r\n" % lines, credential)
+    return routed
+
+
 def test_a_request_is_that_of_its_token_s_name_or_else_of_the_header() -> None:
-    ids = FairnessIds("X-Team", {b"digest": "a"})
     for line, credential, whose in (
         (b"x-team: b", b"digest", "a"),  # no client takes another's share
         (b"x-team: b", b"other", "b"),
@@ -109,10 +125,32 @@ def test_a_request_is_that_of_its_token_s_name_or_else_of_the_header() -> None:
         (b"x-team:", None, ""),
         (b"x-x-team: b", None, ""),
     ):
-        section = b"1.1\r\nhost: x\r\n%b\r\naccept: y\r\n\r\n" % line
-        headers = block_of({}, False, False)
-        request = Request(b"POST", b"/", None, b"", headers, section, credential)
-        assert ids.of(request) == whose, line
+        assert read(line, credential).fairness_id == whose, line
+
+
+def test_who_is_urgent_needs_the_right_to_it_and_anybody_can_wait() -> None:
+    for line, body, asked in (
+        (b"x-lean-priority: high", 0, 1),
+        (b"X-Lean-Priority:HIGH\t", -1, 1),  # the header comes before the body
+        (b"x-lean-priority: normal", 1, 0),
+        (b"x-lean-priority: low", 1, -1),
+        (b"x-team: b", 1, 1),
+        (b"x-team: b", -1, -1),
+    ):
+        for headers, credential, most in (
+            (HEADERS, b"digest", 1),
+            (HEADERS, b"other", 0),
+            (HEADERS, None, 0),
+            (QueueHeaders("x", "x-lean-priority", {}, None), None, 1),
+        ):
+            routed = read(line, credential, headers, body)
+            assert routed.strict_priority == min(asked, most), (line, credential)
+
+
+@pytest.mark.parametrize("value", [b"urgent", b"", b"1", b"high, low"])
+def test_a_priority_that_is_none_is_refused_by_its_header(value: bytes) -> None:
+    with pytest.raises(BadRequest, match="x-lean-priority"):
+        read(b"x-lean-priority: %b" % value, b"digest")
 
 
 def test_a_websocket_is_told_from_other_upgrades() -> None:

@@ -121,6 +121,15 @@ def test_a_session_has_one_of_three_names(fields: dict[str, Any], session_id: st
     assert ModelRequest(CHAT, json.dumps(fields).encode()).session_id == session_id
 
 
+def test_a_priority_is_urgent_below_0_and_what_is_no_integer_is_the_engine_s_to_refuse() -> None:
+    for text, priority in (
+        *((b"-1", 1), (b"-9223372036854775808", 1), (b"0", 0), (b"-0", 0), (b"1", -1), (b"20", -1)),
+        *((b"null", 0), (b'"-1"', 0), (b"-1.5", 0), (b"-1e3", 0), (b"[-1]", 0), (b"true", 0)),
+    ):
+        assert ModelRequest(CHAT, b'{"priority": %b}' % text).priority == priority, text
+    assert ModelRequest(CHAT, b"{}").priority == 0
+
+
 @given(st.binary(max_size=40))
 @example(b"\xff{}")
 @example(b'{"messages":[{"a":"\xff"}]}')

@@ -17,7 +17,7 @@ from lean_selector.gateway.engine_answers import _Told
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts, RetryBudget
 from lean_selector.gateway.handler import GatewayHandler
-from lean_selector.gateway.headers import FairnessIds
+from lean_selector.gateway.headers import QueueHeaders
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import OFF, Prompts, Routed
@@ -64,7 +64,7 @@ class Gateway:
             nothing,
             None,
             503,
-            FairnessIds("x-team", {}) if "queue_fairness" in settings else None,
+            QueueHeaders("x-team", "x-p", {}, None) if "queue_fairness" in settings else None,
         )
         self.handler = GatewayHandler(
             placing,
@@ -170,12 +170,12 @@ async def test_a_client_that_hangs_up_before_its_task_ran_leaves_the_queue() -> 
 
 
 @on_loop
-async def test_who_waits_at_the_gateway_is_told_apart_by_the_header() -> None:
+async def test_who_waits_at_the_gateway_is_told_apart_by_the_headers() -> None:
     gateway = Gateway(queue_threshold=0.1, queue_fairness="on")
     clients = []
-    for who in (b"a", b"a", b"a", b"b"):
+    for who, how in ((b"a", b"high"), (b"a", b"high"), (b"a", b"low"), (b"b", b"normal")):
         client, _ = gateway.client()
-        client.data_received(request(more=b"x-team: %b\r\n" % who))
+        client.data_received(request(more=b"x-team: %b\r\nx-p: %b\r\n" % (who, how)))
         clients.append(client)
     (partition,) = gateway.selector.catalog.partitions.values()
     went = []
@@ -185,7 +185,7 @@ async def test_who_waits_at_the_gateway_is_told_apart_by_the_header() -> None:
         went.append(len(partition.queue))
     assert went == [2, 1]
     (left,) = partition.queue.in_order()
-    assert left.request.fairness_id == "a"
+    assert (left.request.fairness_id, left.request.strict_priority) == ("a", -1)
     for client in clients:
         client.connection_lost(None)
 

@@ -13,7 +13,7 @@ from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import ROUTE, WorkerSpec
-from lean_selector.gateway.headers import FairnessIds
+from lean_selector.gateway.headers import QueueHeaders
 from lean_selector.gateway.model_request import MEDIA
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
@@ -76,7 +76,7 @@ class GatewayHandler:
                 reservation_id, tokens, NOW
             ),
             self._has_ended,
-            FairnessIds("x-team", {}),
+            QueueHeaders("x-team", "x-lean-priority", {}, None),
         )
         self.gate = Gate(self.door.routes())
 
@@ -417,14 +417,23 @@ async def test_closing_gives_up_what_is_under_way() -> None:
 
 
 @on_loop
-async def test_the_header_tells_whose_request_waits() -> None:
+async def test_an_unknown_priority_is_the_client_s_fault() -> None:
+    door = GatewayHandler(queue_threshold=1.0)
+    door.worker(7)
+    status, _, body = await door.ask(x_lean_priority="urgent")
+    assert (status, b"x-lean-priority" in body, door.live) == (400, True, set())
+
+
+@on_loop
+async def test_headers_tell_whose_request_waits_and_how_urgent_it_is() -> None:
     door = GatewayHandler(queue_threshold=0.0)
     door.worker(7, max_num_batched_tokens=16)
     assert (await door.ask())[0] == 200
-    pending = door.begin(x_team="b")
+    pending = door.begin(x_team="b", x_lean_priority="low")
     (partition,) = door.selector.catalog.partitions.values()
     await until(lambda: len(partition.queue) == 1)
     (waiting,) = partition.queue.in_order()
     assert waiting.request.fairness_id == "b"
+    assert waiting.request.strict_priority == -1
     assert pending.on_disconnect is not None
     pending.on_disconnect()

@@ -82,7 +82,7 @@ requests = st.builds(
     worker_ids=st.tuples(worker_ids, worker_ids),
     dp_rank=dp_ranks,
     taint=st.sampled_from("ab"),
-    priority=st.integers(0, 1),
+    priority=st.integers(-1, 1),
     jump=st.sampled_from([-1.0, 0.0, 0.0, 2.0]),
     adds=st.integers(0, 7),  # EXPLANATION, OUTLOOK, HINT
 )

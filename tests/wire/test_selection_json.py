@@ -163,7 +163,7 @@ def test_every_field_of_a_selection_may_be_null_but_those_with_a_default() -> No
 
 
 WRONG_SELECTIONS: dict[str, list[str]] = {
-    "strict_priority": [str(2**32), '"1"'],
+    "strict_priority": ["-1", str(2**32), '"1"'],
     "priority_jump": ["true", "1e400"],
     "pinned_worker": [
         "[1,0]",
