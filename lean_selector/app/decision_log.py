@@ -1,4 +1,4 @@
-"""`--decision-log PATH`: the candidates, the choice and the outcome of each request.
+"""`--decision-log PATH`: the choice and the outcome of each request.
 
 `lean-selector simulate` and `replay` read this file; its format is in wire/decision_lines.py. The
 file has no tokens and no text: a prompt is represented by one hash per 512 tokens. When a request
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 import msgspec
-from msgspec import UnsetType
 
 from lean_selector.api.exposition import Families, table
 from lean_selector.api.logs import LineWriter
@@ -21,7 +20,6 @@ from lean_selector.app.host import StartError
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.ledger import LifecycleEvents
-from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
@@ -31,17 +29,13 @@ from lean_selector.wire.decision_lines import (
     SPAN_TOKENS,
     VERSION,
     DecisionLine,
-    LoggedCandidate,
     LogHeader,
 )
 
 if TYPE_CHECKING:
     from lean_selector.app.selector_parts import SelectorCore
 
-MOST_CANDIDATES = 4
 MOST_BYTES = 512 << 20  # of the file; an older one beside it takes as much
-# After costing candidates for t seconds, do not do so for 100 t: 1 % of the CPU.
-_PAUSES = 100
 _TOGETHER = 64  # lines per hand-over: waking the thread costs more than writing a line
 _MOST_WAITING_BYTES = 16 << 20
 _FLUSH_S = 5.0
@@ -162,7 +156,6 @@ class DecisionLog(Part):
         # chosen one.
         self.keeps_matches = False
         self._matches: dict[str, tuple[Partition, MatchSets]] = {}
-        self._cost_next = 0.0
         self.requests = 0
 
     # -- choices -----------------------------------------------------------------------------------
@@ -171,12 +164,10 @@ class DecisionLog(Part):
         self,
         partition: Partition,
         request: SelectionRequest,
-        ranks: int,
         matches: MatchSets,
         placement: Placement,
-        now: float,
     ) -> None:
-        """Keeps a choice until its rank is reserved. `ranks` is a bit mask of the candidates."""
+        """Keeps a choice until its rank is reserved."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens
@@ -194,11 +185,6 @@ class DecisionLog(Part):
                 if (allowed is None or worker_id in allowed)
                 and request.required_taints <= worker.taints
             )
-        began = time.perf_counter()
-        if began >= self._cost_next:
-            line.candidates = _candidates(partition, request, ranks, matches, now)
-            took = time.perf_counter() - began
-            self._cost_next = began + took * (1 + _PAUSES)
         self._chosen = request.reservation_id, line
         self._chosen_among = partition, matches
 
@@ -328,25 +314,3 @@ def selector_log(core: "SelectorCore", path: str) -> DecisionLog:
     log.keeps_matches = bool(config.access_logs.addresses)
     ledgers.events = core.selector.reservations.decisions = log
     return log
-
-
-def _candidates(
-    partition: Partition, request: SelectionRequest, ranks: int, matches: MatchSets, now: float
-) -> list[LoggedCandidate]:
-    found = explained(partition, request, ranks, matches, now)
-    costed = [(row.cost, row) for row in found.ranks if row.cost is not None]
-    costed.sort(key=lambda each: each[0])
-    return [
-        LoggedCandidate(
-            row.worker_id,
-            row.dp_rank,
-            cost,
-            row.device_blocks * partition.block_size,
-            row.active_prefill_tokens,
-            row.active_decode_blocks,
-            row.active_requests,
-            row.credit_blocks,
-            0 if isinstance(row.evicted_blocks, UnsetType) else row.evicted_blocks,
-        )
-        for cost, row in costed[:MOST_CANDIDATES]
-    ]

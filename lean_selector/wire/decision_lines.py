@@ -20,20 +20,6 @@ class LogHeader(msgspec.Struct):
     settings: dict[str, object]  # those of the router's settings that differ from the defaults
 
 
-class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The cost of a candidate rank, and the cost's terms, before the request was reserved."""
-
-    worker: int
-    rank: int
-    cost: float
-    cached: int  # prompt tokens cached on the device
-    prefill_tokens: int  # tokens of prefill that wait on the rank
-    decode_blocks: int
-    requests: int
-    credit_blocks: float
-    evicted_blocks: float = 0  # only under the policy latency
-
-
 class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
     """One ended request. `timestamp`: its arrival in ms (Unix time, except in Mooncake traces)."""
 
@@ -54,4 +40,3 @@ class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
     engine_cached: int | None = None  # cached prompt tokens, according to the engine
     pinned: bool = False
     allowed: list[int] | None = None  # allowed workers; None: all
-    candidates: list[LoggedCandidate] = []  # cheapest first; only for a share of the requests

@@ -73,8 +73,6 @@ def test_a_service_logs_what_it_chose_and_what_came_of_it(tmp_path: Path) -> Non
     assert a.prefill_ms is not None
     assert a.ended_ms is not None
     assert 0.0 <= a.prefill_ms <= a.ended_ms
-    assert {each.worker for each in a.candidates} == {1, 2}
-    assert a.candidates[0].cost <= a.candidates[1].cost
     # Hashes only: no token of the prompt stands there.
     numbers = re.findall(r"[\d.]+", text)
     assert not {str(token) for token in range(70_000, 70_900, 50)} & set(numbers)
@@ -119,14 +117,9 @@ def test_a_line_has_what_came_of_a_request(tmp_path: Path, monkeypatch: pytest.M
     golden = (
         '{"timestamp":1001000.0,"input_length":16,"output_length":4,"hash_ids":[0],'
         f'"model":"default","tenant":"default","worker":{line["worker"]},"prefill_ms":2500.0,'
-        '"ttft_ms":2250.0,"ended_ms":5000.0,"cached":0,"engine_cached":4,"candidates":['
+        '"ttft_ms":2250.0,"ended_ms":5000.0,"cached":0,"engine_cached":4}'
     )
-    assert text.startswith(golden)
-    assert line["candidates"] == [
-        {"worker": worker_id, "rank": 0, "cost": 6.0, "cached": 0}
-        | {"prefill_tokens": 0, "decode_blocks": 0, "requests": 0, "credit_blocks": 0.0}
-        for worker_id in (1, 2)
-    ]
+    assert text == golden
 
 
 def test_a_log_goes_on_behind_what_there_is_and_begins_anew_at_its_size(tmp_path: Path) -> None:

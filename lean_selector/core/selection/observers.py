@@ -15,10 +15,8 @@ class Decisions(Protocol):
         self,
         partition: Partition,
         request: SelectionRequest,
-        ranks: int,
         matches: MatchSets,
         placement: Placement,
-        now: float,
     ) -> None: ...
 
     def reported(

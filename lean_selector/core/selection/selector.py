@@ -297,7 +297,7 @@ class Selector:
         if request.books:
             decisions = self.reservations.decisions
             if decisions is not None:
-                decisions.chosen(partition, request, ranks, matches, placement, now)
+                decisions.chosen(partition, request, matches, placement)
             terms = request.terms
             left = placement.effective_prefill_tokens
             choice = CachedSelection(
