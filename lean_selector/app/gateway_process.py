@@ -155,6 +155,6 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         server.watch(tokens.reload)
     await api.start()
     await server.start()
-    server.on_reload += api.on_reload
+    server.watch(lambda again: api.reload(again) if again else None)  # else its `sweep` does
     await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)

@@ -11,7 +11,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -198,10 +197,7 @@ class HttpServer:
         self._new_protocol = protocol
         self._listeners: list[Listener] = []
         self._refusals = 0, 0  # already logged
-        # Called on SIGHUP, which otherwise ends the process; fill it before `serve`.
-        self.on_reload: list[Callable[[], object]] = []
-        self._reloads: list[Callable[[], object]] = []
-        self._tls: ServerTls | None = None
+        self._reloads: list[Callable[[bool], object]] = []
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -212,9 +208,9 @@ class HttpServer:
         listen = self._listen
         tcp_protocol: Callable[[], asyncio.Protocol] = self._protocol
         if listen.tls is not None:
-            self._tls = self._server_tls(listen.tls)
-            self.on_reload.append(self._tls.reload)
-            tcp_protocol = self._tls.new_connection
+            tls = self._server_tls(listen.tls)
+            self.watch(tls.reload)
+            tcp_protocol = tls.new_connection
         try:
             tcp = inet_socket(listen.host, listen.port)
         except OSError as error:
@@ -258,12 +254,11 @@ class HttpServer:
     def watch(self, reload: Callable[[bool], object]) -> None:
         """Makes the server call `reload(False)` about every TICK_S, to reload a changed file, and
         `reload(True)` on SIGHUP, to force a reload. Call `watch` before `serve`."""
-        self._reloads.append(partial(reload, False))
-        self.on_reload.append(partial(reload, True))
+        self._reloads.append(reload)
 
-    def _on_hangup(self) -> None:
-        for reload in self.on_reload:
-            reload()
+    def reload(self, again: bool) -> None:
+        for reload in self._reloads:
+            reload(again)
 
     async def serve(self, parts: Part, doubts: Iterable[str] = ()) -> None:
         """Logs the warnings in `doubts`, starts `parts`, serves until a signal, then drains until
@@ -275,8 +270,8 @@ class HttpServer:
         parts.start()
         for doubt in doubts:
             log.warning(doubt)
-        if self.on_reload:
-            self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        if self._reloads:  # otherwise the signal ends the process
+            self._loop.add_signal_handler(signal.SIGHUP, self.reload, True)
         gc.collect()
         gc.freeze()  # exempt objects made at start-up from garbage collection
         failures.setdefault("tick", 0)  # export it from the first scrape on
@@ -303,10 +298,7 @@ class HttpServer:
         calls `sweep`. For a server that runs without `serve`, call `sweep` about every TICK_S."""
         self.connections.sweep(now)
         self._log_refusals()
-        if self._tls is not None:
-            self._tls.reload_changed(now)
-        for reload in self._reloads:
-            reload()
+        self.reload(False)
 
     def abort(self) -> None:
         """Stops listening, and drops open connections at once."""

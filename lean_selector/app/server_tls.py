@@ -12,13 +12,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lean_selector.app.service_flags import TlsFiles
-from lean_selector.http.connections import Connections, TlsCounts
+from lean_selector.http.connections import Connections
 from lean_selector.http.tls import TlsAcceptor
 from lean_selector.http.trust import LockedKey, load_certificate
 
 log = logging.getLogger("lean_selector.server")
-
-HANDSHAKE_LOG_S: Final = 10.0
 
 Marks = tuple[tuple[int, int, int] | None, ...]  # (time of change, inode, size) per file
 
@@ -36,26 +34,20 @@ class ServerTls:
         self._files: Final = files
         self._counts: Final = connections.tls
         self._door: Final = TlsAcceptor(self._context(), connections, new_protocol)
-        self._log: Final = HandshakeLog(connections.tls)
         self._loaded = self._seen = _marks(files)
 
     def new_connection(self) -> asyncio.Protocol:
         return self._door.new_connection()
 
-    def reload_changed(self, now: float) -> None:
-        """Reloads changed files, and logs failed handshakes. Call it periodically.
+    def reload(self, again: bool) -> None:
+        """Reloads the files if they have changed, or if `again` is true. Call it periodically.
 
         A certificate and its key are not replaced in one step, so a change is loaded only when two
         consecutive calls find the same files."""
-        self._log.log_failures(now)
         marks = _marks(self._files)
         is_settled, self._seen = marks == self._seen, marks
-        if is_settled and marks != self._loaded:
+        if again or (is_settled and marks != self._loaded):
             self._load(marks)
-
-    def reload(self) -> None:
-        """Reloads the files at once, even if they look unchanged."""
-        self._load(_marks(self._files))
 
     def _context(self) -> ssl.SSLContext:
         context = server_context(self._files)
@@ -75,28 +67,6 @@ class ServerTls:
             return
         self._counts.reloads += 1
         log.info("the TLS files were reloaded", extra={"cert": self._files.cert})
-
-
-class HandshakeLog:
-    """Logs failed handshakes. Any client can cause failures, so at most one line is logged per
-    HANDSHAKE_LOG_S seconds."""
-
-    def __init__(self, counts: TlsCounts) -> None:
-        self._counts: Final = counts
-        self._known = dict(counts.failures)
-        self._not_before = 0.0  # monotonic seconds
-
-    def log_failures(self, now: float) -> None:
-        """Logs the handshakes that failed since the last line, once in HANDSHAKE_LOG_S at most."""
-        failures, known = self._counts.failures, self._known
-        if now < self._not_before or failures == known:
-            return
-        self._not_before, self._known = now + HANDSHAKE_LOG_S, dict(failures)
-        new = {reason: count - known[reason] for reason, count in failures.items()}
-        log.warning(
-            "TLS handshakes failed",
-            extra={**{k: n for k, n in new.items() if n}, "last": self._counts.last_failure},
-        )
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:

@@ -19,7 +19,6 @@ REASONS: Final = (
     # the client sent an alert, usually because it does not trust our certificate
     "refused_by_client",
     "timeout",
-    "version_or_cipher",  # no common version or cipher
 )
 
 
@@ -30,7 +29,6 @@ class TlsCounts:
         self.is_on = False
         self.completed = 0
         self.failures: dict[str, int] = dict.fromkeys(REASONS, 0)
-        self.last_failure = ""  # the client's address and the error text
         self.reloads = 0  # how often the files were reloaded
         self.reload_failures = 0
         self.not_after: int | None = None  # when our certificate expires, in seconds since 1970

@@ -7,6 +7,7 @@ counts as open during its handshake, for which there is a timeout. Plain HTTP ge
 
 import asyncio
 import contextlib
+import logging
 import ssl
 from collections.abc import Callable
 from typing import Any, Final, cast
@@ -14,22 +15,10 @@ from typing import Any, Final, cast
 from lean_selector.http.connections import TURN_S, Connections
 from lean_selector.http.response import encode_response
 
+log = logging.getLogger("lean_selector.server")
+
 _CLIENT_CERTIFICATE: Final = frozenset(
     {"CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE"}
-)
-_NOTHING_COMMON: Final = frozenset(
-    {
-        "UNSUPPORTED_PROTOCOL",
-        "VERSION_TOO_LOW",
-        "UNKNOWN_PROTOCOL",
-        "WRONG_VERSION_NUMBER",
-        "WRONG_SSL_VERSION",
-        "NO_SHARED_CIPHER",
-        "NO_SHARED_GROUP",
-        "NO_SUITABLE_KEY_SHARE",
-        "NO_SUITABLE_SIGNATURE_ALGORITHM",
-        "NO_SHARED_SIGNATURE_ALGORITHMS",
-    }
 )
 
 
@@ -38,8 +27,6 @@ def kind_of(error: ssl.SSLError) -> str:
     reason = error.reason or ""
     if reason in _CLIENT_CERTIFICATE:
         return "client_certificate"
-    if reason in _NOTHING_COMMON:
-        return "version_or_cipher"
     return "refused_by_client" if "_ALERT_" in reason else "other"
 
 
@@ -286,9 +273,8 @@ class TlsConnection(asyncio.Protocol):
             self._is_told = True
             peer = self._raw.get_extra_info("peername")
             who = peer[0] if isinstance(peer, tuple) and peer else "a client"
-            counts = self._door.counts
-            counts.failures[reason] += 1
-            counts.last_failure = f"{who}: {text}"
+            self._door.counts.failures[reason] += 1
+            log.warning("a TLS handshake failed", extra={"client": who, "error": text})
 
     # input
 

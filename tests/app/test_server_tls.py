@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.app.server_tls import HandshakeLog, ServerTls, server_context
+from lean_selector.app.server_tls import ServerTls, server_context
 from lean_selector.app.service_flags import TlsFiles
-from lean_selector.http.connections import Connections, TlsCounts
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.support.on_loop import on_loop
@@ -95,29 +95,6 @@ class _Gateway(TlsService):
             self.port = port
 
 
-def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    counts = TlsCounts()
-    handshakes = HandshakeLog(counts)
-
-    def fails(reason: str, last: str, now: float) -> list[dict[str, object]]:
-        caplog.clear()
-        counts.failures[reason] += 1
-        counts.last_failure = last
-        handshakes.log_failures(now)
-        names = ("timeout", "closed", "last")
-        return [{n: vars(r)[n] for n in names if n in vars(r)} for r in caplog.records]
-
-    assert fails("timeout", "a", 100.0) == [{"timeout": 1, "last": "a"}]
-    assert fails("timeout", "b", 100.5) == []
-    assert fails("closed", "c", 109.0) == []
-    assert fails("closed", "d", 110.0) == [{"timeout": 1, "closed": 2, "last": "d"}]
-    caplog.clear()
-    handshakes.log_failures(200.0)
-    assert caplog.records == []
-
-
 def test_new_files_are_for_new_connections_and_files_are_read_on_sighup(files: Files) -> None:
     with TlsService(files, OURS) as service:
         kept = service.connection()
@@ -154,7 +131,7 @@ async def test_a_pair_that_fits_again_is_taken_over_and_a_broken_one_is_not(
     def looked_at() -> list[object]:
         """What is counted and shown after two looks, the first of which may be amid a change."""
         for _ in range(2):
-            tls.reload_changed(0.0)
+            tls.reload(False)
         return [counts.reloads, counts.reload_failures, counts.not_after]
 
     files.write(OURS.issue(HOST, not_after=first))

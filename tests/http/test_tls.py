@@ -241,7 +241,7 @@ async def test_what_is_sent_in_handshakes_is_bounded_for_all_together(server: Se
 
 
 @on_loop
-async def test_tls_1_1_is_refused() -> None:
+async def test_tls_1_1_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     old, context = OURS.client(), OURS.server()
     old.set_ciphers("DEFAULT:@SECLEVEL=0")
     with warnings.catch_warnings():
@@ -250,7 +250,9 @@ async def test_tls_1_1_is_refused() -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     async with served_over_tls(context) as server:
         assert await _is_refused(server, old)
-        await until(lambda: failures(server) == {"version_or_cipher": 1})
+        await until(lambda: failures(server) == {"other": 1})
+    (told,) = (vars(each) for each in caplog.records if each.name == "lean_selector.server")
+    assert (told["client"], told["error"]) == ("127.0.0.1", "unsupported protocol")
 
 
 @pytest.mark.parametrize("names", [("127.0.0.1",), ("elsewhere.test",)])
