@@ -19,7 +19,6 @@ from lean_selector.api.exposition import (
 )
 from lean_selector.api.gate import Gate
 from lean_selector.api.logs import LogState
-from lean_selector.api.metrics import http_families, process_families
 from lean_selector.api.replies import CallSoon, SlicedAnswers
 from lean_selector.api.routes import Route
 from lean_selector.http.connections import Connections
@@ -132,19 +131,29 @@ def observed(
     `service` is the service's name in metrics. `title` is that of /openapi.json. `lines` returns
     headers of error answers. With `tokens`, a request needs a token of the route's role."""
     loop = asyncio.get_running_loop()
-    families: Families = []
-    routes = (*routes, metrics_route(lambda: families, loop.call_soon))
+    made: Families = []
+
+    def families() -> Families:
+        """Return all metrics. Their modules are imported at the first scrape."""
+        from lean_selector.api.metrics import http_families, process_families
+
+        if not made:
+            made[:] = [
+                *families_of(meters),
+                *http_families(meters),
+                *process_families(
+                    service, __version__, lag, log_state.suppressed, log_state.dropped
+                ),
+            ]
+        return made
+
+    routes = (*routes, metrics_route(families, loop.call_soon))
     routes = (*routes, openapi_route(title, routes, loop.call_soon, asks_tokens=tokens is not None))
     gate = Gate(routes, overload_status, lines, tokens)
     if tokens is not None:
         connections.refuses = gate.refuses
     lag = LoopLag(loop.call_later)
     meters = [*gate.meters, *meters]
-    families += [
-        *families_of(meters),
-        *http_families(meters),
-        *process_families(service, __version__, lag, log_state.suppressed, log_state.dropped),
-    ]
     lag.start()
     if not access_log:
         return gate

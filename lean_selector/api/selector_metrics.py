@@ -116,6 +116,7 @@ def selection_families(
         *worker_families(selector, partitions, now),
         *_catalog_families(selector, partitions),
         *_kv_families(sources),
+        *_selection_cache_families(selector.selections),
     ]  # fmt: skip
 
 
@@ -336,12 +337,8 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
 # -- sessions and cached selections ----------------------------------------------------------------
 
 
-def session_families(
-    partitions: Callable[[], list[Partition]], peers: PeerSessions | None
-) -> Families:
-    """Return metrics of sessions (requests kept on one worker); none if sessions are off."""
-    if peers is None:
-        return []
+def session_families(partitions: Callable[[], list[Partition]], peers: PeerSessions) -> Families:
+    """Return metrics of sessions (requests kept on one worker)."""
 
     def tables() -> Iterator[tuple[str, SessionTable]]:
         for partition in partitions():
@@ -374,7 +371,7 @@ def session_families(
     })  # fmt: skip
 
 
-def selection_cache_families(cache: SelectionCache) -> Families:
+def _selection_cache_families(cache: SelectionCache) -> Families:
     """Return metrics of cached choices of `/select`, which a later request can reserve by id."""
 
     def ended() -> list[Sample]:

@@ -15,7 +15,6 @@ from lean_selector.api.exposition import Families
 from lean_selector.api.lifecycle_log import SelectorLog
 from lean_selector.api.routes import Route
 from lean_selector.api.selection import SHUTDOWN
-from lean_selector.api.selector_metrics import session_families
 from lean_selector.api.worker_handlers import ServiceState
 from lean_selector.app.host import ExpirySweep
 from lean_selector.app.selector_flags import SelectorConfig
@@ -163,6 +162,8 @@ class Sessions(Part):
         self.peers = PeerSessions(self._catalog, core.router_id)
 
     def families(self) -> Families:
+        from lean_selector.api.selector_metrics import session_families
+
         return session_families(lambda: list(established(self._catalog, None, None)), self.peers)
 
     def tick(self, now: float) -> None:

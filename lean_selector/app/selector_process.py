@@ -12,12 +12,10 @@ import zmq.asyncio
 from lean_selector.api import logs
 from lean_selector.api.access import AccessTokens
 from lean_selector.api.application import observed
-from lean_selector.api.exposition import RouteMeter
+from lean_selector.api.exposition import Families, RouteMeter
 from lean_selector.api.header_warnings import refusal_lines
-from lean_selector.api.metrics import connection_families
 from lean_selector.api.routes import Route, durable
 from lean_selector.api.selection import DumpAnswers, SelectionService
-from lean_selector.api.selector_metrics import selection_cache_families, selection_families
 from lean_selector.api.shared_handlers import discovery_routes
 from lean_selector.api.worker_handlers import ServiceState
 from lean_selector.app.host import HttpServer, new_zmq_context, run, tokens_of
@@ -188,14 +186,20 @@ def selector_app(
     selections made without HTTP."""
     core, config = parts.core, parts.core.config
     overload_status = config.overload_status
-    return observed(
-        parts.routes(),
-        lambda meters: [
+
+    def families(meters: Sequence[RouteMeter]) -> Families:
+        from lean_selector.api.metrics import connection_families
+        from lean_selector.api.selector_metrics import selection_families
+
+        return [
             *selection_families(core.selector, core.subscriptions, meters, overload_status),
-            *selection_cache_families(core.selector.selections),
             *connection_families(connections),
             *parts.families(),
-        ],
+        ]
+
+    return observed(
+        parts.routes(),
+        families,
         log_state,
         service="selector",
         title="lean-selector --api 1.6" if config.settings.dialect == API_1_6 else "lean-selector",
