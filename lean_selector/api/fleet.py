@@ -179,7 +179,7 @@ class FleetView:
             sources.append(source)
             yield
         facts = SelectorFacts(
-            catalog.schedulable_count() > 0 and not state.is_draining,
+            catalog.can_serve() and not state.is_draining,
             records,
             sources,
             None if self._discoveries is None else self._discoveries(),

@@ -219,11 +219,12 @@ class WorkerHandlers(ReplicaHandlers):
     def _ready(
         self, workers: JsonText | UnsetType, ejected: list[EjectedWorker] | UnsetType
     ) -> Reply:
-        schedulable = self.selector.catalog.schedulable_count()
-        ready = schedulable > 0 and not self._state.is_draining
+        catalog = self.selector.catalog
+        schedulable, missing = catalog.schedulable_count(), catalog.missing_roles()
+        ready = catalog.can_serve() and not self._state.is_draining
         recovering = True if self._state.is_recovering else UNSET
         fault = UNSET if self._state.state_fault is None else self._state.state_fault
-        body = Readiness(ready, schedulable, workers, recovering, ejected, fault)
+        body = Readiness(ready, schedulable, workers, recovering, ejected, fault, missing or UNSET)
         return Reply(200 if ready else 503, body)
 
     def register(self, body: Registration) -> JsonText | Reply:

@@ -26,7 +26,11 @@ def selector_discovery(core: SelectorCore, replication: Replication | None) -> D
     """Creates the objects that discover workers and other replicas. Raises StartError."""
     config, links, selector = core.config, core.links, core.selector
     finding, workers, others = _discoveries_of(
-        config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
+        config.finder,
+        links.resolver.resolve,
+        config.discover.targets,
+        config.replica.discover,
+        config.discover.role_label,
     )
     if workers:
         engines, defaults = core.engine_client(), defaults_of(config.discover.defaults)
@@ -76,7 +80,11 @@ def tracker_discovery(config: TrackerConfig, replication: Replication, links: Li
 
 
 def _discoveries_of(
-    finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
+    finder: FinderFlags,
+    resolve: Resolve,
+    workers: list[str],
+    peers: list[str],
+    role_label: str = "",
 ) -> tuple[Discoveries, list[Target], list[Target]]:
     """Parses the targets `workers` and `peers`, such as `dns:NAME:PORT`. Return a Discoveries
     object without targets, the parsed `workers`, and the parsed `peers`. Raises StartError."""
@@ -88,7 +96,7 @@ def _discoveries_of(
     api, api_client = "", None
     if any(target.kind == "kubernetes" for target in targets):
         api, api_client = _api_client(finder, resolve)
-    finding = Discoveries(resolve, finder.interval_s, api, api_client)
+    finding = Discoveries(resolve, finder.interval_s, api, api_client, role_label)
     return finding, worker_targets, peer_targets
 
 

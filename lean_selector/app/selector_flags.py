@@ -167,6 +167,11 @@ class RouterFlags:
       the blocks of the request
     host_weight: value of a block cached in host memory, in device blocks
     disk_weight: value of a block on disk or external storage, in device blocks
+    pd_local_max_tokens: a request that asks for a pair of workers (one for its prefill, one for its
+      decode) with disaggregate `auto` gets only one if fewer prompt tokens than this, and less than
+      0.7 of the prompt, are uncached there
+    pd_fallback: answer to a request that asks for a pair while no prefill worker is usable; refuse:
+      503, local: a worker that does both
     temperature: 0: choose the cheapest rank; above 0: draw a rank, cheaper ones more often
     track_prefill_tokens: count the prefill tokens of reserved requests as load of their ranks
     """
@@ -194,6 +199,8 @@ class RouterFlags:
     active_request_weight: float = dyn_flag(0.0, "--router-decode-active-request-weight", ge=0)
     host_weight: float = dyn_flag(HOST_WEIGHT, "--router-host-cache-hit-weight", ge=0, le=1)
     disk_weight: float = dyn_flag(DISK_WEIGHT, "--router-disk-cache-hit-weight", ge=0, le=1)
+    pd_local_max_tokens: int = flag(2048, "--pd-local-max-tokens", ge=0, le=U64_MAX)
+    pd_fallback: Literal["refuse", "local"] = flag("refuse", "--pd-fallback")
     temperature: float = dyn_flag(0.0, "--router-temperature", ge=0, common=True)
     track_prefill_tokens: bool = dyn_flag(True, "--router-track-prefill-tokens")
 
@@ -354,11 +361,13 @@ class DiscoverFlags:
     defaults: JSON object with registration fields, events_port and replay_port for found workers;
       a value is used if neither the discovery nor the engine reports that field
     refresh_s: interval at which found engines are checked for changes
+    role_label: label of a Kubernetes service with the role of its workers: prefill, decode or both
     """
 
     targets: list[str] = flag([], "--discover", each=_where, common=True)
     defaults: str = flag("{}", "--discover-defaults", each=_json, needs=_FOUND)
     refresh_s: float = flag(30.0, "--discover-refresh-secs", ge=0.01, needs=_FOUND)
+    role_label: str = flag("llm-d.ai/role", "--role-label", needs=_FOUND)
 
 
 @dataclass(frozen=True, kw_only=True)

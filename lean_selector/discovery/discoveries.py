@@ -46,13 +46,15 @@ class Discoveries(Part):
         interval_s: float,
         api: str = "",
         api_client: OutboundClient | None = None,
+        role_label: str = "",
     ) -> None:
         """`interval_s`: seconds between look-ups. Kubernetes services need `api` (URL of the API
-        server) and `api_client`."""
+        server) and `api_client`; their `role_label` has the role of their workers."""
         self._resolve = resolve
         self._interval_s = interval_s
         self._api = api
         self._api_client = api_client
+        self._role_label = role_label
         self._finders: list[tuple[Sighting, Run]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.workers: Roster | None = None
@@ -91,7 +93,10 @@ class Discoveries(Part):
             if finds == "peers" and peers is not None:
                 peers.found(target.text, endpoints, leaving, time.monotonic())
                 return
-            entries = tuple(Particulars(endpoint=endpoint.url) for endpoint in endpoints)
+            entries = tuple(
+                Particulars(endpoint=endpoint.url, worker_role=endpoint.role or None)
+                for endpoint in endpoints
+            )
             uids = {endpoint_key(endpoint.url): uid for endpoint, uid in endpoints.items()}
             on_found(Found(entries, frozenset(endpoint.url for endpoint in leaving), uids))
 
@@ -123,6 +128,7 @@ class Discoveries(Part):
             target.name,
             target.port,
             on_endpoints,
+            self._role_label if finds == "workers" else "",
         ).run
 
     # -- running -----------------------------------------------------------------------------------

@@ -12,7 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from lean_selector.discovery.particulars import Found, FoundEndpoint, Particulars, endpoint_key
+from lean_selector.discovery.particulars import (
+    ROLE_LABEL,
+    Found,
+    FoundEndpoint,
+    Particulars,
+    endpoint_key,
+    role_of,
+)
 from lean_selector.http.trust import WatchedFile
 
 # -- the state of a discovery ----------------------------------------------------------------------
@@ -87,11 +94,13 @@ class ListedEndpoint(msgspec.Struct):
     labels: dict[str, str] = {}
 
     def entry(self) -> Particulars:
-        """Return endpoint and model (label `model`) of the worker. ValueError for a bad port."""
+        """Return endpoint, model (label `model`) and role of the worker. Raises ValueError for a
+        bad port and an unknown role."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
         found = FoundEndpoint(self.address, int(self.port))
-        return Particulars(endpoint=found.url, model_name=self.labels.get("model"))
+        model, role = self.labels.get("model"), role_of(self.labels.get(ROLE_LABEL))
+        return Particulars(endpoint=found.url, model_name=model, worker_role=role)
 
 
 class ListedEndpoints(msgspec.Struct):

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import msgspec
 
 from lean_selector.discovery.finders import OnEndpoints, Sighting
-from lean_selector.discovery.particulars import FoundEndpoint
+from lean_selector.discovery.particulars import FoundEndpoint, role_of
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 
 # -- EndpointSlices, discovery.k8s.io/v1 -----------------------------------------------------------
@@ -25,6 +25,7 @@ from lean_selector.http.outbound import OutboundClient, OutboundFailed
 class _Metadata(msgspec.Struct, rename="camel"):
     name: str = ""
     resource_version: str = ""
+    labels: dict[str, str] = {}  # Kubernetes copies those of the Service
 
 
 class ListMetadata(msgspec.Struct, rename="camel"):
@@ -93,10 +94,10 @@ _USUAL: Final = ("http", "https")
 
 
 def endpoints_of(
-    slices: Iterable[Slice], port: str | None
+    slices: Iterable[Slice], port: str | None, role_label: str = ""
 ) -> tuple[dict[FoundEndpoint, str], list[FoundEndpoint]]:
     """Return a service's ready endpoints, each with the uid of its pod ("" if it has none), and
-    its terminating endpoints, both sorted.
+    its terminating endpoints, both sorted. The value of `role_label` tells their role.
 
     `port` is a name or a number. IPv6 endpoints are used only if there are no IPv4 endpoints."""
     slices = list(slices)
@@ -112,10 +113,11 @@ def endpoints_of(
         is_secure = chosen.app_protocol in _SECURE or (
             chosen.app_protocol is None and chosen.name == "https"
         )
+        role = role_of(each.metadata.labels.get(role_label)) or ""
         for endpoint in each.endpoints or []:
             if not endpoint.addresses:
                 continue
-            found = FoundEndpoint(endpoint.addresses[0], chosen.port, is_secure)
+            found = FoundEndpoint(endpoint.addresses[0], chosen.port, is_secure, role)
             conditions = endpoint.conditions
             if conditions is not None and conditions.terminating:
                 leaving.add(found)
@@ -169,6 +171,7 @@ class KubernetesFinder:
     service: str
     port: str | None
     on_endpoints: OnEndpoints
+    role_label: str = ""
     again_first_s: float = AGAIN_FIRST_S
     version: str = ""  # version to watch from; empty before a list and after 410
 
@@ -261,7 +264,7 @@ class KubernetesFinder:
         self._deliver()
 
     def _deliver(self) -> None:
-        ready, leaving = endpoints_of(self._slices.values(), self.port)
+        ready, leaving = endpoints_of(self._slices.values(), self.port, self.role_label)
         self._count = len(ready)
         self.sighting.found(self._count)
         self.on_endpoints(ready, leaving)

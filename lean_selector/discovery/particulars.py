@@ -8,7 +8,7 @@ import msgspec
 import xxhash
 
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, WorkerRole, WorkerSpec
 from lean_selector.http.urls import base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection_bodies import (
@@ -145,6 +145,7 @@ class FoundEndpoint(msgspec.Struct, frozen=True, order=True):
     host: str  # a name or an address, without brackets
     port: int
     is_secure: bool = False
+    role: WorkerRole | Literal[""] = ""  # if the discovery tells it
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -152,6 +153,23 @@ class FoundEndpoint(msgspec.Struct, frozen=True, order=True):
     @property
     def url(self) -> str:
         return f"{'https' if self.is_secure else 'http'}://{self}"
+
+
+ROLE_LABEL: Final = "llm-d.ai/role"
+_ROLES: Final[dict[str, WorkerRole]] = {
+    PREFILL: PREFILL,
+    DECODE: DECODE,
+    BOTH: BOTH,
+    "prefill-decode": BOTH,
+}
+
+
+def role_of(label: str | None) -> WorkerRole | None:
+    """Return the role of workers with this value of the label, as llm-d names them; None without
+    the label. Raises ValueError for a role that is not known."""
+    if label is not None and label not in _ROLES:
+        raise ValueError(f"`{label}` is none of the roles {', '.join(_ROLES)}")
+    return None if label is None else _ROLES[label]
 
 
 class Found(msgspec.Struct, frozen=True):

@@ -13,10 +13,13 @@ from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection.router_settings import NotNegative, RouterOverride, UpToOne
 from lean_selector.core.selection.shapes import (
+    BOTH,
     BY_RANK,
     AffinityTarget,
+    Disaggregation,
     PinnedWorker,
     WorkerRecord,
+    WorkerRole,
     WorkerSpec,
 )
 from lean_selector.wire.scalars import (
@@ -224,6 +227,8 @@ class WorkerFields(msgspec.Struct, kw_only=True):
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: Enforcement | None = None
     kv_transfer_preferred_weight: float | None = None
+    worker_role: WorkerRole | None = None
+    disaggregation: Disaggregation | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "total_kv_blocks"):
@@ -260,6 +265,7 @@ class Registration(WorkerFields, kw_only=True):
 
     def spec(self) -> WorkerSpec:
         fields = {name: getattr(self, name) for name in WorkerFields.__struct_fields__}
+        fields["worker_role"] = self.worker_role or BOTH
         return WorkerSpec(
             worker_id=self.worker_id,
             model_name=self.model_name,
@@ -466,6 +472,7 @@ class Readiness(msgspec.Struct, frozen=True):
     recovering: bool | UnsetType = UNSET
     ejected: list[EjectedWorker] | UnsetType = UNSET
     state_fault: str | UnsetType = UNSET
+    missing_roles: list[str] | UnsetType = UNSET
 
 
 # -- ids and errors --------------------------------------------------------------------------------

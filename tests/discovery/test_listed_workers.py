@@ -54,9 +54,11 @@ endpoints:
   - {name: vllm-1, address: 10.0.0.2, port: 8001, namespace: default}
 """
     assert listed_workers(text, is_yaml=True).entries == (
-        Particulars(endpoint="http://10.0.0.1:8000", model_name="Qwen3-32B"),
+        Particulars(endpoint="http://10.0.0.1:8000", model_name="Qwen3-32B", worker_role="decode"),
         Particulars(endpoint="http://10.0.0.2:8001"),
     )
+    with pytest.raises(ValueError, match="`encode` is none of the roles"):
+        listed_workers(text.replace(b"role: decode", b"role: encode"), is_yaml=True)
 
 
 @pytest.mark.parametrize(

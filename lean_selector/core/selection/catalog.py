@@ -19,6 +19,7 @@ from lean_selector.core.numbers import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import (
+    BOTH,
     BY_RANK,
     PartitionKey,
     Source,
@@ -171,7 +172,7 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
 MAX_REMEMBERED = 1024  # models and tenants without workers
 
 # Fields that the API omits when absent, besides the maps by rank.
-_LEFT_OUT = ("router_hint_worker_type", "kv_event_source_mode")
+_LEFT_OUT = ("router_hint_worker_type", "kv_event_source_mode", "disaggregation")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
 DRAINING = "draining"
@@ -224,6 +225,8 @@ class Worker:
             elif name in BY_RANK:
                 by_rank = getattr(spec, name)
                 shown[name] = {str(rank): by_rank[rank] for rank in sorted(by_rank)} or UNSET
+            elif name == "worker_role":
+                shown[name] = UNSET if spec.worker_role == BOTH else spec.worker_role
             elif name in _LEFT_OUT:
                 value = getattr(spec, name)
                 shown[name] = UNSET if value is None else value
@@ -302,6 +305,14 @@ class Catalog:
 
     def schedulable_count(self) -> int:
         return sum(len(partition.workers) for partition in self.partitions.values())
+
+    def can_serve(self) -> bool:
+        """Whether any partition has workers that can serve a request, alone or in pairs."""
+        return any(each.everyone & ~each.prefill_only for each in self.partitions.values())
+
+    def missing_roles(self) -> list[str]:
+        """Return the roles that no worker of some partition with workers has or includes."""
+        return sorted({role for each in self.partitions.values() for role in each.missing_roles()})
 
     # -- changing ----------------------------------------------------------------------------------
 

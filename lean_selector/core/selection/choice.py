@@ -23,7 +23,6 @@ test compares every choice with that of a chooser that visits all ranks."""
 import math
 import random
 
-from lean_selector.core.errors import NO_ENDPOINTS, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
@@ -492,7 +491,7 @@ def choose(
 ) -> RankLoad:
     """Choose a rank for the request among `ranks`. Raises Unavailable if the set is empty."""
     if not ranks:
-        raise Unavailable(NO_ENDPOINTS)
+        raise partition.nobody()
     order = partition.order
     if not ranks & (ranks - 1):
         return order.ranks[ranks.bit_length() - 1]

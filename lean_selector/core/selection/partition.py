@@ -7,6 +7,7 @@ were copied from a peer; then `established` is False, and no rank can be chosen.
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lean_selector.core.errors import NO_ENDPOINTS, Unavailable
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
@@ -24,6 +25,9 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Queue
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.shapes import (
+    BOTH,
+    DECODE,
+    PREFILL,
     SELECT,
     SELECT_AND_RESERVE,
     WorkerSpec,
@@ -45,7 +49,9 @@ class Partition:
 
     `everyone`: all ranks. `candidates`: the ranks that a request without restrictions may use.
     Draining ranks are never candidates. Ejected ranks are candidates only if there are no others.
+    Nor are ranks that only prefill, and ranks that only decode are if there are no others.
     `busy`: ranks whose load exceeds the busy threshold. `tainted`: the ranks of workers, by taint.
+    `prefill_only`, `decode_only`: the ranks of workers with these roles.
     `queue.room`: the ranks with room for queued requests; None if requests are not queued."""
 
     def __init__(
@@ -100,6 +106,7 @@ class Partition:
         self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # request counts by route
         self.threshold = OFF
         self.everyone = self.candidates = self.busy = self.draining = 0
+        self.prefill_only = self.decode_only = self.ejected = 0
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)
         self.tainted: dict[str, int] = {}
         # Recently used sets of allowed workers, with their ranks
@@ -197,9 +204,10 @@ class Partition:
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
+        self.ejected = ejected
         serving = self.everyone & ~self.draining
-        candidates = serving & ~ejected or serving
-        if candidates == self.candidates:
+        candidates = self.usable(serving, BOTH)
+        if candidates == self.candidates and not self.has_roles:
             return False
         self.candidates = candidates
         room = self.queue.room
@@ -208,6 +216,44 @@ class Partition:
             # Queued requests may be eligible for other ranks now.
             room.came_free |= self.everyone
         return True
+
+    # -- roles -------------------------------------------------------------------------------------
+
+    @property
+    def has_roles(self) -> bool:
+        return self.prefill_only | self.decode_only != 0
+
+    def usable(self, serving: int, role: str) -> int:
+        """Return those of `serving`, ranks that are not draining, that may do this part of a
+        request. Ejected ranks are included only if there are no others. For a whole request (role
+        `both`), ranks that only decode are included only if there are no others."""
+        healthy = serving & ~self.ejected
+        if role == PREFILL:
+            own = ~self.decode_only
+            return healthy & own or serving & own
+        own = ~self.prefill_only
+        if role == DECODE or not self.decode_only:
+            return healthy & own or serving & own
+        whole = own & ~self.decode_only
+        return healthy & whole or healthy & own or serving & whole or serving & own
+
+    def missing_roles(self) -> list[str]:
+        """Return which of the roles `prefill` and `decode` no worker has or includes."""
+        if not self.has_roles:
+            return []
+        others = (PREFILL, self.decode_only), (DECODE, self.prefill_only)
+        return [role for role, other in others if not self.everyone & ~other]
+
+    def nobody(self) -> Unavailable:
+        """Return the error for a request without a rank that it may use."""
+        if self.everyone and not self.everyone & ~self.prefill_only:
+            return Unavailable(f"{NO_ENDPOINTS}: no worker has the role both or decode")
+        return Unavailable(NO_ENDPOINTS)
+
+    def _set_role(self, worker: SchedulableWorker, role: str) -> None:
+        mask = worker.mask
+        self.prefill_only = self.prefill_only & ~mask | (mask if role == PREFILL else 0)
+        self.decode_only = self.decode_only & ~mask | (mask if role == DECODE else 0)
 
     # -- busy --------------------------------------------------------------------------------------
 
@@ -261,6 +307,8 @@ class Partition:
         for taint in worker.taints:
             self.tainted[taint] = self.tainted.get(taint, 0) | worker.mask
         self.workers[worker_id] = worker
+        if worker.role != BOTH or self.has_roles:
+            self._set_role(worker, worker.role)
         self.draining &= ~worker.mask
         if is_draining:
             self.draining |= worker.mask
@@ -336,6 +384,8 @@ class Partition:
         self.candidates &= others
         self.draining &= others
         self.busy &= others
+        self.prefill_only &= others
+        self.decode_only &= others
         self._limits.pop(load.key, None)
         if self.queue.room is not None:
             self.queue.room.drop(load)

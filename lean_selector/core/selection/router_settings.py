@@ -56,6 +56,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 0.0  # >= 0; 0 chooses the cheapest rank
     track_prefill_tokens: bool = True
     assume_kv_reuse: bool = True  # only the 1.6 dialect uses it
+    # A request that asks for a pair needs none if fewer tokens than this are uncached.
+    pd_local_max_tokens: int = 2048
+    pd_fallback: Literal["refuse", "local"] = "refuse"  # while no prefill worker is usable
+    asks_pairs: bool = False  # the gateway asks for pairs, whatever workers are registered
     queue_threshold: float | None = (
         None  # fraction of max_num_batched_tokens; None: requests are never queued
     )

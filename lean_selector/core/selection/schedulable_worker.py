@@ -15,6 +15,7 @@ class SchedulableWorker:
         self.worker_id = spec.worker_id
         self.endpoint = spec.endpoint or ""
         self.taints = spec.taints
+        self.role: str = spec.worker_role
         self.ranks = spec.ranks
         self.loads = loads  # one per rank, in rank order
         self.mask = 0  # the same ranks as a set

@@ -5,6 +5,8 @@ from lean_selector.core.errors import NO_ENDPOINTS, AllWorkersBusy, BadRequest, 
 from lean_selector.core.selection.cost import effective_prefill_tokens
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import (
+    BOTH,
+    DECODE,
     SelectionRequest,
     SessionExplanation,
 )
@@ -18,10 +20,10 @@ def check_pin(request: SelectionRequest) -> None:
 
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
-    """Return the ranks that may serve the request, also busy ranks (see `not_busy`).
-    Ejected ranks are included only if there are no others, for example for a pinned request."""
-    pinned, allowed = request.pinned, request.allowed_worker_ids
-    if pinned is None and allowed is None and not request.required_taints:
+    """Return the ranks that may do `request.role`, also busy ranks (see `not_busy`). Ejected ranks
+    are included only if there are no others, for example for a pinned request."""
+    pinned, allowed, role = request.pinned, request.allowed_worker_ids, request.role
+    if pinned is None and allowed is None and not request.required_taints and role == BOTH:
         return partition.candidates
     ranks = partition.everyone & ~partition.draining
     if pinned is not None:
@@ -31,7 +33,7 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
         ranks &= partition.ranks_of(allowed)
     for taint in request.required_taints:
         ranks &= partition.tainted.get(taint, 0)
-    return ranks & partition.candidates or ranks
+    return partition.usable(ranks, role)
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
@@ -135,7 +137,7 @@ def check_session(
     if binding is None or binding.is_at(worker_id, dp_rank):
         return
     own = ranks_named(partition, binding.worker_id, binding.dp_rank)
-    if not own & partition.candidates:
+    if not own & partition.usable(partition.everyone & ~partition.draining, DECODE):
         return  # the rank was removed or ejected: bind the session anew
     sessions.refuse(session_id)
     if binding.worker_id != worker_id:

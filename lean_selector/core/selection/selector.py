@@ -34,8 +34,11 @@ from lean_selector.core.selection.scheduler import (
 )
 from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.shapes import (
+    AUTO,
+    NEVER,
     CachedSelection,
     Decision,
+    Disaggregate,
     PartitionKey,
     Placement,
     SelectionRequest,
@@ -195,6 +198,13 @@ class Selector:
         """Return the partition; None if it never had a schedulable worker to book a request on."""
         partition = self.catalog.partitions.get((model_name, tenant_id))
         return partition if partition is not None and partition.established else None
+
+    def pairs_asked(self, partition: Partition) -> Disaggregate:
+        """Return whether to ask for a pair of workers for a request whose client says nothing of
+        it. A fleet that lost its prefill workers must not silently become one without them."""
+        prefill, decode = partition.prefill_only, partition.decode_only
+        is_apart = prefill or (decode and not partition.everyone & ~decode)
+        return AUTO if is_apart or self.settings.asks_pairs else NEVER
 
     def load_changed(
         self, model_name: str, tenant_id: str, reservation_id: str, now: float

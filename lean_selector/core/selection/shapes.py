@@ -1,5 +1,7 @@
 """Structs for workers, for selection requests, and for their results."""
 
+from typing import Final, Literal
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -15,6 +17,24 @@ ROUTE, GATEWAY = "/route/{path*}", "gateway"
 
 # Fields of a record that map ranks to values.
 BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
+
+# What a worker does of a request: all of it, or one part, and another worker the other part.
+WorkerRole = Literal["both", "prefill", "decode"]
+BOTH: Final = "both"
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+
+# Whether a request asks for a pair of workers: one for its prefill and one for its decode.
+Disaggregate = Literal["never", "auto", "always"]
+NEVER: Final = "never"
+AUTO: Final = "auto"
+ALWAYS: Final = "always"
+
+
+class Disaggregation(msgspec.Struct, frozen=True):
+    """How a worker exchanges KV blocks with the other worker of a pair."""
+
+    protocol: Literal["nixl"]
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +64,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[int, str] = {}
     kv_event_source_mode: str | None = None
+    worker_role: WorkerRole = BOTH
+    disaggregation: Disaggregation | None = None
 
     @property
     def key(self) -> PartitionKey:
@@ -92,6 +114,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     router_hint_worker_type: str | UnsetType = UNSET
     router_hint_source_control_endpoints: dict[str, str] | UnsetType = UNSET
     kv_event_source_mode: str | UnsetType = UNSET
+    worker_role: str | UnsetType = UNSET  # absent: both
+    disaggregation: Disaggregation | UnsetType = UNSET
     not_schedulable_reasons: list[str] | UnsetType
 
 
@@ -144,6 +168,13 @@ class SelectionRequest(msgspec.Struct, gc=False):
     favoured: int = 0  # the set of ranks that cost `bonus_blocks` less
     bonus_blocks: float = 0.0
     asked_at: str = SELECT  # route by which the request came
+    role: str = BOTH  # the part of the request for which a rank is chosen
+    disaggregate: Disaggregate = NEVER
+    prefill_allowed_worker_ids: frozenset[int] | None = None
+    # Why the caller wants no pair, although it asks for one; empty: it does.
+    bars_pair: str = ""
+    # Only a rank for the decode is chosen, because a worker that did the prefill was chosen before.
+    after_prefill: bool = False
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
@@ -247,8 +278,27 @@ class RankOutlook(msgspec.Struct, frozen=True, gc=False):
     hint: FetchHint | None
 
 
+class PrefillPlacement(msgspec.Struct, frozen=True, gc=False):
+    """The rank that is to prefill a prompt, and then to pass the blocks on."""
+
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+    overlap: Overlap
+    effective_prefill_tokens: int
+    disaggregation: Disaggregation | UnsetType = UNSET
+    explain: Explanation | UnsetType = UNSET
+
+
+class Disaggregated(msgspec.Struct, frozen=True, gc=False):
+    """Whether a request that asked for a pair of workers got one, and why."""
+
+    used: bool
+    reason: str
+
+
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A rank chosen for a prompt."""
+    """A rank chosen for a prompt. With `prefill`, it only decodes."""
 
     worker_id: int
     dp_rank: int
@@ -258,6 +308,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     effective_prefill_tokens: int
     explain: Explanation | UnsetType = UNSET
     outlook: RankOutlook | UnsetType = UNSET  # only if requested
+    prefill: PrefillPlacement | UnsetType = UNSET
+    disaggregation: Disaggregated | UnsetType = UNSET  # only if the request asks
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):

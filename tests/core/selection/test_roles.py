@@ -1,0 +1,126 @@
+"""Workers that do only a part of each request: who gets what, and what is missing."""
+
+import random
+
+import pytest
+
+from lean_selector.core.errors import Unavailable
+from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, Placement
+from tests.support.driven_selector import DrivenSelector
+
+
+def fleet(**roles: str) -> DrivenSelector:
+    """Workers w1, w2... by name, of these roles."""
+    driven = DrivenSelector()
+    for name, role in roles.items():
+        driven.register(int(name[1:]), worker_role=role)
+    return driven
+
+
+def chosen(driven: DrivenSelector, **changes: object) -> set[int]:
+    """Who gets a plain request, of all who may."""
+    found = set()
+    for _ in range(40):
+        placement = driven.submit("s", driven.request([], 16, **changes))
+        assert isinstance(placement, Placement)
+        found.add(placement.worker_id)
+    return found
+
+
+def test_a_plain_request_goes_to_who_does_both_or_else_to_who_decodes() -> None:
+    driven = fleet(w1="prefill", w2="decode", w3="decode")
+    assert chosen(driven) == {2, 3}
+    assert chosen(driven, allowed=[1, 2]) == {2}
+    driven.register(4)
+    assert chosen(driven) == {4}
+    assert chosen(driven, allowed=[1, 2, 3]) == {2, 3}
+    driven.register(4, worker_role="prefill")
+    assert chosen(driven) == {2, 3}
+    driven.register(2)
+    assert chosen(driven) == {2}
+    driven.remove(2)
+    assert chosen(driven) == {3}
+
+
+def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() -> None:
+    driven = fleet(w1="prefill")
+    for changes in ({}, {"allowed": [1]}, {"pin": (1, 0)}):
+        with pytest.raises(Unavailable, match="no worker has the role both or decode"):
+            driven.submit("s", driven.request([], 16, **changes))
+    driven.register(2, worker_role="decode")
+    with pytest.raises(Unavailable, match=r"no endpoints available to route work$"):
+        driven.submit("s", driven.request([], 16, pin=(1, 0)))
+    driven.remove(2)
+    driven.register(3, worker_role="decode")  # a loss of all heals by itself
+    assert chosen(driven) == {3}
+
+
+def test_the_healthy_go_before_those_that_do_both() -> None:
+    """An ejected worker is a candidate only where all others are ejected, too."""
+    driven = fleet(w1="both", w2="decode", w3="prefill")
+    for _ in range(3):
+        driven.selector.health.record_outcome(1, None, "failed", driven.now)
+    assert chosen(driven) == chosen(driven, allowed=[1, 2]) == {2}
+    driven.remove(2)
+    assert chosen(driven) == {1}
+
+
+def test_of_roles_that_nobody_has_the_catalog_tells() -> None:
+    catalog = (driven := fleet()).selector.catalog
+    seen = []
+    for worker_id, role in ((1, "both"), (1, "prefill"), (2, "decode"), (1, "decode"), (3, "both")):
+        driven.register(worker_id, worker_role=role)
+        seen.append((catalog.can_serve(), catalog.missing_roles()))
+    assert seen == [
+        (True, []),
+        (False, ["decode"]),
+        (True, []),
+        (True, ["prefill"]),
+        (True, []),
+    ]
+
+
+def test_pairs_are_asked_for_where_roles_are_apart() -> None:
+    """Also after the last prefill worker has gone; and whoever is there, if the gateway says so."""
+    driven = fleet(w1="both")
+    asked = []
+    for worker_id, role in ((2, "prefill"), (2, "decode"), (1, "decode"), (3, "both")):
+        driven.register(worker_id, worker_role=role)
+        asked.append(driven.selector.pairs_asked(driven.partition))
+    assert asked == ["auto", "never", "auto", "never"]
+    driven = DrivenSelector(asks_pairs=True)
+    driven.register(1)
+    assert driven.selector.pairs_asked(driven.partition) == "auto"
+
+
+def test_the_sets_of_ranks_are_what_the_workers_are() -> None:
+    """Whoever comes, changes, drains, is ejected or goes."""
+    dice, driven = random.Random(5), DrivenSelector()
+    driven.register(0)
+    roles: dict[int, str] = {0: BOTH}
+    for _ in range(400):
+        worker_id = dice.randrange(1, 6)
+        turn = dice.random()
+        if turn < 0.5:
+            roles[worker_id] = dice.choice([BOTH, PREFILL, DECODE])
+            driven.register(worker_id, worker_role=roles[worker_id], data_parallel_size=2)
+        elif worker_id in roles and turn < 0.7:
+            del roles[worker_id]
+            driven.remove(worker_id)
+        elif worker_id in roles and turn < 0.85:
+            state = {"lifecycle": dice.choice(["draining", "schedulable"])}
+            driven.selector.patch_worker(worker_id, dict(state), driven.now)
+        elif worker_id in roles:
+            driven.selector.health.record_outcome(worker_id, 0, dice.choice(["failed", "ok"]), 0.0)
+        partition = driven.partition
+        of = {
+            role: sum(w.mask for w in partition.workers.values() if w.role == role)
+            for role in (BOTH, PREFILL, DECODE)
+        }
+        assert {w.worker_id: w.role for w in partition.workers.values()} == roles
+        assert (partition.prefill_only, partition.decode_only) == (of[PREFILL], of[DECODE])
+        out = sum(partition.slots.ranks[key].mask for key in partition.health.out)
+        serving = partition.everyone & ~partition.draining
+        whole, parts = serving & of[BOTH], serving & of[DECODE]
+        expected = whole & ~out or parts & ~out or whole or parts
+        assert partition.candidates == expected
