@@ -13,12 +13,19 @@ In a request, the field `fake` asks for odd manners:
     breaks         cut the connection before the head
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
+    dies           end the process before the head
+    lacks_params   answer a prefill leg as if there were no connector
+    prefill, decode, local
+                   such manners of a prefill leg, of a decode leg, or of a request that is neither
+
+With `transfers` it does with `kv_transfer_params` what `kv_transfer` says.
 """
 
 import asyncio
 import contextlib
 import http.client
 import json
+import os
 import signal
 import ssl
 import subprocess
@@ -36,6 +43,7 @@ from lean_selector.tools.simulated_engines import (
     make_request,
 )
 from loadtest.child_service import free_port
+from tests.support.kv_transfer import Refused, Transfers
 
 MODEL = "m"
 BLOCK_SIZE = 16
@@ -44,6 +52,7 @@ PREFILL_TOKENS_PER_S = 200_000.0
 OPTIONS: dict[str, Any] = {
     **{"blocks": 2_000, "tokens_per_s": 2_000.0, "version": None},
     **{"replays": True, "renders": True, "fails": None, "certificate": None},
+    **{"transfers": False, "lease_s": 30.0, "engine_id": None, "publishes": True},
 }
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
@@ -135,7 +144,8 @@ class OpenAiWorker:
     def seen(self) -> dict[str, Any]:
         """What it was asked so far: `requests` (their first lines, headers and bodies),
         `connections`, completions that were `hung_up` on, `active` requests, `hit_blocks`,
-        `prompt_blocks` and `published_batches`."""
+        `prompt_blocks` and `published_batches`; `legs` on which it prefilled, their `pulls`,
+        the `leases` that no worker has fetched, and `poisoned` transfers."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         with contextlib.closing(connection):
             connection.request("GET", "/fake/seen")
@@ -153,12 +163,6 @@ class OpenAiWorker:
 # -- the worker's side -----------------------------------------------------------------------------
 
 
-class _Refused(Exception):
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 class _Worker:
     def __init__(self, options: SimpleNamespace) -> None:
         self.options = options
@@ -171,6 +175,7 @@ class _Worker:
             f"tcp://127.0.0.1:{options.events_port}",
             f"tcp://127.0.0.1:{options.replay_port}",
         )
+        self.transfers = Transfers(options.port, options.lease_s, options.engine_id)
         self.requests: list[dict[str, Any]] = []
         self.connections = 0
         self.hung_up = 0
@@ -195,7 +200,7 @@ class _Worker:
         raw = await reader.readexactly(int(headers.get("content-length", "0")))
         method, target, _ = head[0].split(" ", 2)
         path = target.partition("?")[0]
-        if path != "/fake/seen":
+        if not path.startswith("/fake/"):
             seen = {"line": head[0], "headers": headers, "body": raw.decode(errors="replace")}
             self.requests.append(seen)
             del self.requests[:-2_000]
@@ -224,12 +229,12 @@ class _Worker:
     ) -> bool:
         try:
             if self.options.fails is not None and path not in ASKED_FIRST:
-                raise _Refused(self.options.fails, "the fake always refuses")
+                raise Refused(self.options.fails, "the fake always refuses")
             if method == "POST" and path in COMPLETIONS:
                 body = self._body(raw)
                 return await _KINDS.get(path, _Completion)(self, path, body, headers, writer).run()
             status, content_type, text = self._plain(method, path, raw)
-        except _Refused as error:
+        except Refused as error:
             told = {"message": str(error), "type": "BadRequestError", "code": error.status}
             status, content_type, text = error.status, "application/json", _json({"error": told})
         if method == "HEAD":
@@ -242,9 +247,9 @@ class _Worker:
         try:
             body = json.loads(raw)
         except ValueError as error:
-            raise _Refused(400, f"invalid JSON: {error}") from None
+            raise Refused(400, f"invalid JSON: {error}") from None
         if body.get("model", self.options.model) != self.options.model:
-            raise _Refused(404, f"The model `{body['model']}` does not exist.")
+            raise Refused(404, f"The model `{body['model']}` does not exist.")
         assert isinstance(body, dict)
         return body
 
@@ -289,6 +294,8 @@ class _Worker:
             return 200, "text/plain", b""
         if path == "/echo":
             return 200, "application/octet-stream", raw
+        if path == "/fake/pull":
+            return 200, "text/plain", self.transfers.pull(json.loads(raw)).encode()
         if path == "/fake/seen":
             engine = self.engine
             seen = {
@@ -299,6 +306,7 @@ class _Worker:
                 "active": engine.active,
                 "hit_blocks": engine.hit_blocks,
                 "prompt_blocks": engine.prompt_blocks,
+                **self.transfers.seen(),
             }
             return 200, "application/json", _json(seen)
         return 404, "application/json", _json({"detail": "Not Found"})
@@ -317,14 +325,20 @@ class _Completion:
     ) -> None:
         self.worker, self.body, self.writer = worker, body, writer
         self.is_chat = path != "/v1/completions"
-        self.fake: dict[str, Any] = body.get("fake", {})
+        self.transfer: Any = body.get("kv_transfer_params") if worker.options.transfers else None
+        told = self.transfer if isinstance(self.transfer, dict) else {}
+        self.prefills = bool(told.get("do_remote_decode"))
+        stage = "decode" if told.get("do_remote_prefill") else "local"
+        fake = body.get("fake", {})
+        self.fake: dict[str, Any] = fake | fake.get("prefill" if self.prefills else stage, {})
+        self.transfer_told: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
         if self.is_chat:
             self.prompt = tokens_of(rendered(prompt_of(body)))
         else:
             prompt = body["prompt"]
             self.prompt = tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
         if not self.prompt:
-            raise _Refused(400, "the prompt is empty")
+            raise Refused(400, "the prompt is empty")
         self.wants_ids = bool(body.get("return_token_ids"))
         self.request_id = headers.get("x-request-id", "none")
         names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -334,10 +348,18 @@ class _Completion:
 
     async def run(self) -> bool:
         if "status" in self.fake:
-            raise _Refused(self.fake["status"], "the fake refuses")
+            raise Refused(self.fake["status"], "the fake refuses")
         if self.fake.get("breaks"):
             return False
-        size = BLOCK_SIZE
+        if self.fake.get("dies"):
+            os._exit(1)
+        size, transfers = BLOCK_SIZE, self.worker.transfers
+        is_right = None
+        if not self.prefills:
+            is_right = await transfers.fetch(self.transfer, len(self.prompt) // size)
+        if is_right is False:
+            self.output = tokens_of("wrong" * len(self.output))[: len(self.output)]
+        transfers.reuse()
         tokens = self.prompt + self.output
         self.worker.count += 1
         request = make_request(
@@ -350,15 +372,21 @@ class _Completion:
         engine, now = self.worker.engine, asyncio.get_running_loop().time()
         running, placed = engine.admit(request, now)
         try:
-            await asyncio.sleep(running.prefill_done_at - now)
-            self._publish(running, placed)  # as vLLM: once it is computed
+            if is_right is None:
+                await asyncio.sleep(running.prefill_done_at - now)
+            self._publish(running, placed)  # as vLLM: once it is computed, or received
             self.cached = running.hit_blocks * size
             if self.cached == len(self.prompt):
                 self.cached -= size  # the last token is always computed
+            if is_right is not None:  # as vLLM: of the prefill worker's cache, not of its own
+                self.cached = self.transfer.get("remote_prefill_cached_tokens", len(self.prompt))
             if self.body.get("stream"):
                 return await self._stream(running)
             async for _ in self._tokens(running):
                 pass
+            if self.prefills and not self.fake.get("lacks_params"):
+                blocks = len(self.prompt) // size
+                self.transfer_told = transfers.hold(blocks, len(self.prompt), self.cached)
             return await self._whole()
         finally:
             engine.finish(running)
@@ -372,7 +400,7 @@ class _Completion:
 
     def _batch(self, running: RunningRequest, first: int, placed: HeldChain) -> None:
         engine = self.worker.engine
-        if not self.fake.get("loses_events"):
+        if self.worker.options.publishes and not self.fake.get("loses_events"):
             engine._publish(running.request, first, placed)
 
     async def _tokens(self, running: RunningRequest) -> AsyncIterator[int]:
@@ -432,6 +460,8 @@ class _Completion:
 
     async def _whole(self) -> bool:
         answer = self._whole_frame()
+        if self.transfer_told is not None:
+            answer = _json({**json.loads(answer), "kv_transfer_params": self.transfer_told})
         await _write(self.writer, _head(200, "application/json", len(answer)) + answer)
         return True
 
