@@ -47,6 +47,28 @@ class RetryBudget:
         return True
 
 
+class PairTimes:
+    """Durations of requests that a prefill worker and a decode worker served, in seconds."""
+
+    def __init__(self) -> None:
+        self.prefill = Histogram(FIRST_BYTE_BOUNDS_S)  # the prefill worker's whole answer
+        # From there to the first token of a stream: the fetching of blocks, and one step.
+        self.transfer = Histogram(FIRST_BYTE_BOUNDS_S)
+        self.first_token = Histogram(FIRST_BYTE_BOUNDS_S)  # of a stream, from the request
+
+    def rows(self) -> list[tuple[str, tuple[float, ...], list[int], float]]:
+        stages = {
+            "prefill": self.prefill,
+            "transfer": self.transfer,
+            "first_token": self.first_token,
+        }
+        return [
+            (labels(stage=stage), each.bounds, each.buckets, each.total)
+            for stage, each in stages.items()
+            if each.total
+        ]
+
+
 class Counts:
     """The gateway's counters since the process started, and the number of `active` requests."""
 
@@ -71,6 +93,7 @@ class Counts:
         self.compared_cached_tokens = 0
         self.compared_prompt_tokens = 0
         self.first_byte = Histogram(FIRST_BYTE_BOUNDS_S)
+        self.pairs = PairTimes()
         self.genai = GenAiMetrics()
 
 
@@ -122,4 +145,8 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
         "lean_selector_gateway_first_byte_seconds",
         "From the request to the first byte of the answer's body.",
         lambda: [("", FIRST_BYTE_BOUNDS_S, first_byte.buckets, first_byte.total)],
+    ), HistogramFamily(
+        "lean_selector_gateway_pair_seconds",
+        "Of requests served by a pair: the prefill worker's answer, then the first token.",
+        counts.pairs.rows,
     ), *counts.genai.families()]  # fmt: skip

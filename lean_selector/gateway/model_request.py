@@ -30,7 +30,7 @@ from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
 
-_BOM: Final = b"\xef\xbb\xbf"  # some clients write it before the body, and engines skip it
+BOM: Final = b"\xef\xbb\xbf"  # some clients write it before the body, and engines skip it
 # Characters of an engine's list of ids: enough for 2 million tokens, the longest known prompt.
 MOST_ID_BYTES: Final = 16 << 20
 # Parsing takes a few MiB besides the body, and scanning 16 MiB takes some 50 ms: objects are
@@ -121,7 +121,7 @@ class ModelRequest:
     body is not an object or is too expensive to parse, and for an invalid model, salt or flag."""
 
     def __init__(self, path: str, body: bytes) -> None:
-        self.fields = _fields(body.removeprefix(_BOM))
+        self.fields = _fields(body.removeprefix(BOM))
         self.body: Final = body
         self.model = self._value("model", _read_text, "a string")
         self.streams = bool(self._value("stream", _read_flag, "true or false"))
@@ -170,6 +170,25 @@ class ModelRequest:
                     if name in ENGINE_FIELDS and value != _RAW_NULL
                 ]
         return names[0] if names else None
+
+    @property
+    def bars_pair(self) -> str:
+        """Why no pair of workers can serve the request, in a word; empty if one can."""
+        if not self.has_output:
+            return "no_output"
+        if self.why_not is SEVERAL:  # the params are those of the first
+            return "several_prompts"
+        if self.has("prompt_logprobs"):  # the decode worker computes the prompt anew
+            return "prompt_logprobs"
+        if self.flag("use_beam_search", False):
+            return "beam_search"
+        if self.kind == Kind.NONE:
+            return "form"
+        if self.kind == Kind.RESPONSES and (
+            self.flag("background", False) or any(map(self.has, _KEPT_BY_ENGINE))
+        ):
+            return "kept_by_engine"
+        return ""
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean field of the body, or `default` if the field is absent or invalid."""

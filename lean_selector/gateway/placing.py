@@ -326,7 +326,7 @@ class Placing:
         if proxied.attempts >= MOST_ATTEMPTS:
             proxied.fail(502, none_served, "bad_gateway")
             return
-        use = proxied.use  # after a stale connection: try the same worker again
+        use = proxied.use  # the same worker after a stale connection; or a pair's decode worker
         if use is None:
             try:
                 use = yield from self._find_worker(proxied)
@@ -346,12 +346,14 @@ class Placing:
                 use.body = self.prompts.with_report(routed.body, use.endpoint.text)
                 self.counts.full_reports += use.body is not None
             proxied.take_over(use)
-            connection = use.endpoint.kept()
-        else:
-            connection = None
+        if proxied.are_params_old:  # it waited for a decode worker
+            proxied.run_anew()
+            return
+        endpoint = proxied.asked.endpoint
+        connection = None if proxied.is_stale else endpoint.kept()
         if connection is None:
             try:
-                connection = yield from self._connected(use.endpoint)
+                connection = yield from self._connected(endpoint)
             except (OSError, ValueError) as failure:
                 proxied.refused(reason(failure))
                 return

@@ -142,3 +142,23 @@ class AnswerError(msgspec.Struct):
 
     type: msgspec.Raw = msgspec.Raw(b"")
     code: msgspec.Raw = msgspec.Raw(b"")
+
+
+# -- pairs -----------------------------------------------------------------------------------------
+
+
+class HasTransferParams(msgspec.Struct):
+    """A prefill worker's answer: where a decode worker finds the KV blocks of the prompt."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class TransferParams(msgspec.Struct):
+    """What a decode worker cannot do without. Engines with several groups of layers have a list of
+    block ids for each."""
+
+    do_remote_prefill: bool = False
+    remote_block_ids: list[list[int] | int] = []
+    remote_engine_id: str = ""
+    remote_request_id: str = ""
+    remote_host: str = ""

@@ -51,6 +51,7 @@ class Routed:
     is_sent_once: bool = False  # it names other engines: not retried once it was sent
     # Called with the numbers of prompt and answer tokens, which are learned from.
     on_lengths: Callable[[int, int], None] | None = None
+    bars_pair: str = ""  # why no pair of workers can serve it; empty if one can
     takes_reports: bool = True  # `vllm_xargs` are accepted on its path
 
 
@@ -60,6 +61,9 @@ UNMARKED: Final = Unknown(
 )
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
+# Reasons for which a request gets no pair; `ModelRequest.bars_pair` has the others.
+ENGINE_FIELDS_SET: Final = "engine_fields"
+NO_PARAMS: Final = "no_params"  # the prefill worker's answer had none
 _FOR_ENGINES: Final = "engines set it for each other; --pass-engine-fields lets clients set it"
 _REPORT_MODE: Final = "kv_cache_report_mode"
 _MOST_TOKENS_OF_SEVERAL: Final = 1 << 31  # prompts or texts in one request
@@ -108,6 +112,7 @@ class Prompts:
         if self._is_off:
             request.why_not = OFF
             forwards = False
+        bars_pair = ENGINE_FIELDS_SET if engine_field is not None else request.bars_pair
         is_unmarked = not additions.mark_salt(request, forwards)
         chain = None
         if request.why_not is None and request.kind != Kind.IDS:
@@ -143,6 +148,7 @@ class Prompts:
             if engine_field is not None
             else lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
             is_sent_once=engine_field is not None,
+            bars_pair=bars_pair,
             takes_reports=request.kind in COMPLETIONS,
         )
 

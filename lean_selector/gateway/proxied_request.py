@@ -14,6 +14,13 @@ core has died. Nothing in this module waits: the loop calls the methods, each ca
 as the table says, and `placing` waits before the request is sent. Pieces are relayed at the
 client's pace.
 
+A pair of workers serves some requests (`pair.py` has the legs, and why they are delicate). The
+prefill worker gets the request first. Its whole answer is kept, and what it says of its KV blocks
+(the params) goes to the decode worker, whose answer is relayed. A decode worker that cannot fetch
+these blocks answers 500, for which either may be the cause, so neither is blamed. The same params
+are sent again only if nothing was sent: after a refused connection, to one other decode worker,
+while the prefill worker still holds the blocks. Otherwise both legs are run anew.
+
 Three other ways were tried. To compare the first read with an error's bytes: an error in two reads
 was relayed. To try all workers: a request may be the cause of a failure, and there are requests
 that end the process of any engine, so one such request ended five engines. If a request was sent,
@@ -24,20 +31,21 @@ requests have one budget.
 The table has the next state for what happens in each state; where a cell is empty, it cannot
 happen. If no other worker may be tried, the request is OVER instead of LOOKING.
 
-    what happens      LOOKING   SENT       SHEDDING   RELAYING
+    what happens      LOOKING    PREFILLING SENT       SHEDDING   RELAYING
     sent              SENT
+    sent to prefill   PREFILLING
     refused           LOOKING
     fail              OVER
-    head of an error            SHEDDING
-    head of another             SENT
-    first error event           SHEDDING
-    incomplete event            SENT
-    body                        RELAYING   SHEDDING   RELAYING
-    end                         OVER       LOOKING    OVER
-    lost                        LOOKING    LOOKING    OVER
-    lost, was kept              LOOKING    LOOKING
-    hung up           OVER      OVER       OVER       OVER
-    timed out         OVER      OVER       OVER
+    head of an error             SHEDDING   SHEDDING
+    head of another              PREFILLING SENT
+    first error event                       SHEDDING
+    incomplete event                        SENT
+    body                         PREFILLING RELAYING   SHEDDING   RELAYING
+    end                          LOOKING    OVER       LOOKING    OVER
+    lost                         LOOKING    LOOKING    LOOKING    OVER
+    lost, was kept               LOOKING    LOOKING    LOOKING
+    hung up           OVER       OVER       OVER       OVER       OVER
+    timed out         OVER       OVER       OVER       OVER
 """
 
 import asyncio
@@ -53,7 +61,7 @@ from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.genai_metrics import Timing
 from lean_selector.gateway.headers import answer_lines, id_line, is_stream, refusal, request_lines
 from lean_selector.gateway.prompt_shapes import Unknown
-from lean_selector.gateway.prompts import Routed
+from lean_selector.gateway.prompts import NO_PARAMS, Routed
 from lean_selector.gateway.upstreams import WorkerUse
 from lean_selector.http.body import UnboundedBody
 from lean_selector.http.client import AnswerHead, ClientConnection
@@ -66,7 +74,10 @@ log = logging.getLogger("lean_selector.gateway")
 _ERRORS: Final = frozenset({500, 502})
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-_MOST_SHED_BYTES: Final = 8 << 20  # of an answer that is kept; a longer one is a failure
+_MOST_KEPT_BYTES: Final = 8 << 20  # of an answer that is kept; a longer one is a failure
+# How long after the prefill worker's answer its params may still go to another decode worker. It
+# holds the blocks for 30 s, of which connecting may take 5.
+_PARAMS_HOLD_S: Final = 20.0
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
@@ -74,6 +85,7 @@ class State(Enum):
     """What a request is at. The table above has the changes."""
 
     LOOKING = auto()  # for a worker
+    PREFILLING = auto()  # the prefill worker of a pair computes the prompt
     SENT = auto()  # to the worker; the client got nothing of its answer
     SHEDDING = auto()  # the worker answers an error, which is kept, and another is tried after it
     RELAYING = auto()  # the client gets the answer
@@ -102,14 +114,23 @@ class ProxiedRequest:
         self.lease_id = lease_id  # generated, so it is unique
         self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
         self.routed: Routed | None = None  # set for a completion once its prompt is parsed
-        self.use: WorkerUse | None = None
+        self.use: WorkerUse | None = None  # of a pair: that of the decode worker
+        self.leg: WorkerUse | None = None  # of the prefill worker whose params are used
         self.used_since = 0.0
         self._sent_at = 0.0
+        self._leg_sent_at = 0.0
+        self._params_at = 0.0
+        self._were_params_moved = False  # after a refused connection, to another decode worker
+        self._leg_cached: int | None = None  # tokens that the prefill worker had cached
         self._first_token_at = 0.0  # only for a stream
         self.timing: Timing | None = None  # set when the answer is complete
         self.traceparent: str | None = None  # replaces the client's
         self.tried: set[str] = set()  # endpoints that failed or shed it
+        self.doubted: set[str] = set()  # of which one failed it, or another between them
         self.attempts = 0
+        self.is_stale = False  # the kept connection to the worker had just been closed
+        self.params = b""  # of a prefill worker's answer, as JSON, for a decode worker
+        self.pair_reason = ""  # why a pair serves it, or why not
         self.why = ""  # why the last attempt failed
         self.unknown = ""  # that its model is not known yet, and which models are
         self.state = State.LOOKING
@@ -130,7 +151,8 @@ class ProxiedRequest:
         self._is_chunking = False  # what is read of the answer needs the framing of chunks
         self._is_written = False  # with the framing of its end
         self._waits_for_token = False  # the stream has no part of the answer yet
-        self._error = bytearray()  # the body of an error while it arrives
+        # While it arrives: the body of an error, or of a prefill worker's answer.
+        self._kept = bytearray()
         self._last_error: tuple[WorkerUse, AnswerHead, bytes] | None = None
         self.placing: asyncio.Task[None] | None = None  # set while a worker is being found
 
@@ -159,6 +181,20 @@ class ProxiedRequest:
         return self.routed is not None and len(self._failed_at) + 1 < self._most_failures
 
     @property
+    def asked(self) -> WorkerUse:
+        """The use of the worker to which the request is sent now: first the prefill worker of a
+        pair, until it has answered."""
+        use = self.use
+        assert use is not None
+        leg = use.leg
+        return use if leg is None or leg.is_over else leg
+
+    @property
+    def are_params_old(self) -> bool:
+        """Whether there are params that no decode worker may get any more."""
+        return bool(self.params) and monotonic() - self._params_at > _PARAMS_HOLD_S
+
+    @property
     def why_unknown(self) -> Unknown | None:
         """Why block hashes of the prompt are unknown; None if all are known or not yet computed."""
         return None if self.routed is None else self.routed.why_not
@@ -175,18 +211,29 @@ class ProxiedRequest:
         """Takes over the use (claim on the chosen worker), which this request must end."""
         self.use = use
         self.used_since = monotonic()
+        self.is_stale = False
+        self.pair_reason = use.pair_reason or self.pair_reason
 
     def sent(self, connection: ClientConnection) -> None:
         """Sends the request on a connection to the worker."""
-        use = self.use
-        assert use is not None
+        use = self.asked
         assert self.state is State.LOOKING
-        self.state = State.SENT
         self.placing = None
         self.attempts += 1
         self._sent_at = monotonic()
         self._connection = connection
         body = self.request.body if self.routed is None else use.body or self.routed.body
+        if use is not self.use:
+            self.state, self._leg_sent_at = State.PREFILLING, self._sent_at
+            from lean_selector.gateway.pair import prefill_body
+
+            body = prefill_body(bytes(body), self.request.path)
+        else:
+            self.state = State.SENT
+            if self.params:
+                from lean_selector.gateway.pair import decode_body
+
+                body = decode_body(bytes(body), self.params)
         head = self._request_head(use, len(body))
         connection.send(head, body, self, self.request.method == b"HEAD")
         if self.reply.is_paused:
@@ -211,7 +258,7 @@ class ProxiedRequest:
     def time_out(self, limit_s: float) -> None:
         """Answers 504, because no answer has begun in time."""
         use = self.use
-        where = "none was free" if use is None else f"{use.endpoint.text} did not answer"
+        where = "none was free" if use is None else f"{self.asked.endpoint.text} did not answer"
         self._stop()
         self._last_error = None
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
@@ -254,18 +301,31 @@ class ProxiedRequest:
 
     def on_head(self, head: AnswerHead) -> bool:
         self._head, self._reader = head, None
-        routed, use = self.routed, self.use
-        assert use is not None
-        self._failed_at.discard(use.endpoint.text)
-        if (head.status in NOT_FREE and self._most_failures > 1) or (
-            head.status in _ERRORS and self._may_fail
-        ):
-            self.state, self._error = State.SHEDDING, bytearray()
+        routed = self.routed
+        if self.is_stale:
+            self.is_stale = False
+            self._failed_at.discard(self.asked.endpoint.text)
+        if self.state is State.PREFILLING:
+            self._kept = bytearray()
+            if head.status != 200:
+                self.state = State.SHEDDING
+            else:
+                assert routed is not None
+                self._reader = routed.additions.reader(False)
+            return True
+        if self._is_shed(head.status):
+            self.state, self._kept = State.SHEDDING, bytearray()
             return True
         if routed is not None and head.status == 200:
             self._reader = routed.additions.reader(is_stream(head.lines, routed.streams))
             return True
         return self.request.headers.is_http10 and head.is_chunked
+
+    def _is_shed(self, status: int) -> bool:
+        """Whether another worker is tried after an answer with this status."""
+        if status in NOT_FREE:
+            return self._most_failures > 1
+        return status in _ERRORS and self._may_fail
 
     def on_body(self, data: bytes, is_last: bool) -> None:
         counts, reader = self._counts, self._reader
@@ -281,12 +341,14 @@ class ProxiedRequest:
                 text = b"%x\r\n%b\r\n" % (len(text), text)
             if text:
                 self.reply.write(text)
-        elif self.state is not State.SHEDDING:
+        elif self.state is State.SENT:
             self._first(data, is_last)
-        elif reader is None:  # only the first event of a failed stream is kept
-            self._error += data
-            if len(self._error) > _MOST_SHED_BYTES and self._connection is not None:
-                self._connection.fail(f"its error has more than {_MOST_SHED_BYTES} bytes")
+        elif reader is None or self.state is State.PREFILLING:
+            # Of a failed stream, only the first event is kept.
+            self._kept += data if reader is None else reader.feed(data)
+            if len(self._kept) > _MOST_KEPT_BYTES and self._connection is not None:
+                what = "error" if reader is None else "answer to a prefill"
+                self._connection.fail(f"its {what} has more than {_MOST_KEPT_BYTES} bytes")
 
     def _first(self, data: bytes, is_last: bool) -> None:
         """Relays the body once it is known not to begin with an error of the engine. After such an
@@ -297,7 +359,7 @@ class ProxiedRequest:
             if is_last:
                 data += reader.rest()
             if reader.error is not None and self._may_fail:
-                self.state, self._error = State.SHEDDING, bytearray(reader.error)
+                self.state, self._kept = State.SHEDDING, bytearray(reader.error)
                 return
         if data or is_last:
             self._relay(data, is_last)
@@ -316,8 +378,11 @@ class ProxiedRequest:
         self._connection = None
         if self.state is State.SENT:
             self._first(b"", True)
+        if self.state is State.PREFILLING:
+            self._prefill_answered()
+            return
         if self.state is State.SHEDDING:
-            self._was_shed(bytes(self._error))
+            self._was_shed(bytes(self._kept))
             return
         if not self._is_written and (text := self._framed(b"", True)):
             self.reply.write(text)
@@ -333,27 +398,73 @@ class ProxiedRequest:
             self._finish(FAILED)
             reply.break_off()
             return
-        assert self.use is not None
-        self._failed_at.add(self.use.endpoint.text)
+        self._failed_at.add(self.asked.endpoint.text)
         if is_stale and self._most_failures > 1:
             self._retry(_STALE, None, reason)
         else:
             self._retry(FAILED, FAILED, reason)
 
+    def _prefill_answered(self) -> None:
+        """Takes over what the prefill worker of a pair answered, and goes on to the decode worker.
+        Without params, the request needs another choice."""
+        from lean_selector.gateway.pair import params_of
+
+        use, leg, reader, routed = self.use, self.asked, self._reader, self.routed
+        assert use is not None
+        assert reader is not None
+        assert routed is not None
+        self._kept += reader.end()  # from here on, the prompt's tokens are known
+        params = params_of(bytes(self._kept))
+        self._kept = bytearray()
+        now = monotonic()
+        if not params:
+            self._note("its answer to a prefill has no usable kv_transfer_params", "no pair")
+            self.use = None
+            use.end(None)
+            routed.bars_pair = NO_PARAMS
+        else:
+            cached = reader.usage.cached_tokens
+            self.leg, self.params, self._params_at, self._leg_cached = leg, params, now, cached
+            self._were_params_moved = False
+            self._counts.pairs.prefill.add(now - self._leg_sent_at)
+            leg.prefill_complete(now - self._leg_sent_at)
+            leg.end(OK, cached)
+            if cached is not None:
+                self._compare(leg, cached)
+        self._find_worker()
+
     def _was_shed(self, body: bytes) -> None:
         """Tries another worker, because this worker shed the request or failed. Keeps the answer in
         case there is no other worker."""
-        use, head = self.use, self._head
-        assert use is not None
+        asked, head = self.asked, self._head
         assert head is not None
-        self._last_error = (use, head, body)
-        if head.status not in NOT_FREE:
-            self._failed_at.add(use.endpoint.text)
-        if head.status == 200:
-            self._retry(FAILED, FAILED, "its stream began with an error")
-            return
+        self._last_error = (asked, head, body)
         outcome = outcome_of_status(head.status)
-        self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
+        if asked is not self.use and not self._is_shed(head.status):
+            # What the prefill worker says of the request, the decode worker would say, too.
+            self._let_go(asked, outcome)
+            self.fail(head.status, "")
+            return
+        if head.status not in NOT_FREE:
+            self._failed_at.add(asked.endpoint.text)
+        if head.status == 200:
+            outcome = FAILED
+        why = (
+            f"it answered {head.status}" if head.status != 200 else "its stream began with an error"
+        )
+        how = outcome or "not_free"
+        if self.params and outcome == FAILED:  # or the prefill worker is gone
+            outcome = None
+        self._retry(how, outcome, why)
+
+    def _let_go(self, asked: WorkerUse, outcome: str | None) -> None:
+        """Ends the claims on the workers, of which `asked` had this outcome."""
+        use, self.use = self.use, None
+        assert use is not None
+        asked.end(outcome)
+        use.end(None)
+        if outcome is not None:
+            self._on_failed(asked, outcome)
 
     def _pass_error(self, use: WorkerUse, head: AnswerHead, body: bytes) -> None:
         """Relays the last error that a worker answered, because no other worker will be tried."""
@@ -418,6 +529,9 @@ class ProxiedRequest:
         self._waits_for_token = False
         self._first_token_at = now = monotonic()
         self.use.prefill_complete(now - self._sent_at)
+        if self.params:
+            self._counts.pairs.transfer.add(now - self._params_at)
+            self._counts.pairs.first_token.add(now - self._began)
 
     def _own_lines(self) -> bytes:
         use = self.use
@@ -425,6 +539,10 @@ class ProxiedRequest:
         if use is None:
             return lines
         lines += b"x-lean-worker: %b\r\n" % use.endpoint.text.encode()
+        if self.pair_reason:
+            lines += b"x-lean-pd: %b\r\n" % self.pair_reason.encode()
+        if self.leg is not None:
+            lines += b"x-lean-prefill-worker: %b\r\n" % self.leg.endpoint.text.encode()
         if use.overlap_tokens is not None:
             lines += b"x-lean-overlap: %d\r\n" % use.overlap_tokens
             if self.why_unknown is not None:
@@ -449,30 +567,47 @@ class ProxiedRequest:
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
         """Tries another worker (or the same again, if the connection was stale). Calls `fail` if
         the retry budget is empty. `how` is a metric label; `outcome` goes to outlier detection."""
-        use = self.use
-        assert use is not None
-        counts = self._counts
+        asked, counts = self.asked, self._counts
         is_cause = how != _STALE and len(self._failed_at) >= self._most_failures
         # A refused one was not sent.
         may_retry = not is_cause and (how == REFUSED or counts.retry_budget.take())
         if how == _STALE and may_retry:
             # The worker had just closed the idle connection, which is not a failure.
             counts.stale += 1
+            if self.params:  # it may have used them
+                self.run_anew()
+                return
             self.attempts -= 1
+            self.is_stale = True
             self._find_worker()
             return
         spent = "the request may be the cause" if is_cause else "too many requests were retried"
         self._note(reason, "another is tried" if may_retry else spent)
-        self.tried.add(use.endpoint.text)
-        self.use = None
-        use.end(outcome)
-        if outcome is not None:
-            self._on_failed(use, outcome)
+        if self.params and how == FAILED and outcome is None:
+            assert self.leg is not None
+            self.doubted |= {asked.endpoint.text, self.leg.endpoint.text}
+        else:
+            self.tried.add(asked.endpoint.text)
+        self._let_go(asked, outcome)
+        self._keep_params(how == REFUSED)
         if not may_retry:
             self.fail(502, f"{self.why}; {spent}", "bad_gateway")
             return
         counts.retries[how] += 1
         self._find_worker()
+
+    def run_anew(self) -> None:
+        """Has another pair chosen, because the params must not be sent."""
+        if self.use is not None:
+            self._let_go(self.use, None)
+        self._keep_params(False)
+        self._find_worker()
+
+    def _keep_params(self, was_refused: bool) -> None:
+        """Drops the params, unless a decode worker refused the connection, which got nothing."""
+        if not was_refused or self._were_params_moved or self.are_params_old:
+            self.params, self.leg = b"", None
+        self._were_params_moved = bool(self.params)
 
     def _finish(self, outcome: str | None) -> None:
         """Ends the request and its use (claim on a worker). Must be called only once."""
@@ -485,12 +620,16 @@ class ProxiedRequest:
             assert self._reader is not None
             usage = self._reader.usage  # the engine's counts, of a complete answer
             cached, lengths = usage.cached_tokens, usage.lengths
-            if self.routed.is_sent_once:
+            if self.leg is not None:
+                cached = self._leg_cached  # the decode worker had no part in it
+            elif self.routed.is_sent_once:
                 cached = None  # may be those of another engine
             if lengths is not None and self.routed.on_lengths is not None:
                 self.routed.on_lengths(*lengths)
             first_s = self._first_token_at - self._began if self._first_token_at else None
             self.timing = Timing(self.age_s, first_s, lengths, cached)
+        if self.leg is not None:
+            cached = None  # compared when the prefill worker had answered
         if self.use is not None:
             self.use.end(outcome, cached)
             if cached is not None:
@@ -507,8 +646,7 @@ class ProxiedRequest:
 
     def _note(self, reason: str, consequence: str) -> None:
         """Counts a failure, which is logged later. Keeps its reason for a later error answer."""
-        assert self.use is not None
-        text, trouble = self.use.endpoint.text, f"{reason}; {consequence}"
+        text, trouble = self.asked.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"
         self._counts.troubles[text, trouble] += 1
         log.debug("request %s: worker %s: %s", self.request_id.decode("latin-1"), text, trouble)

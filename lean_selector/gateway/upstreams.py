@@ -32,6 +32,9 @@ class WorkerUse:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.overlap_tokens = overlap_tokens
+        # Of the decode worker of a pair: the use of the prefill worker, which this use ends, too.
+        self.leg: WorkerUse | None = None
+        self.pair_reason = ""  # why a pair serves the request, or why not; empty if nobody asked
         self.misses_blocks = False  # the index lacks blocks that the worker has cached
         self.body: bytes | None = None  # replaces the request's body, for this worker only
         self.is_over = False
@@ -45,11 +48,15 @@ class WorkerUse:
         """Renews the reservation, if there is one, so that the reservation does not expire."""
         if not self.is_over:
             self._touched()
+            if self.leg is not None:
+                self.leg.touch()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
         """Ends the use; further calls do nothing. `outcome` is `ok`, `failed` or `refused`, or
         None if the request does not show whether the worker is healthy."""
         if not self.is_over:
+            if self.leg is not None:
+                self.leg.end(None)
             self.is_over = True
             self.endpoint.users -= 1
             self._freed(outcome, cached_tokens)

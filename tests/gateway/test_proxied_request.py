@@ -4,6 +4,7 @@ The connections of the client and of the workers are real ones of ours on transp
 no socket, no loop.
 """
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,16 @@ REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\
 FAILED = b'data: {"error": {"message": "it died", "type": "InternalServerError", "code": %d}}\n\n'
 FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}}\n\n'
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+PARAMS = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1, 2]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "h",
+    "remote_port": 1,
+}
 
 
 class BookedUse(WorkerUse):
@@ -60,6 +71,8 @@ class Placing:
 
 
 class OneRequest(RuleBasedStateMachine):
+    WORKERS = 3
+
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
@@ -69,7 +82,7 @@ class OneRequest(RuleBasedStateMachine):
         self.over = 0
         self.worker: ClientConnection | None = None
         self.worker_transport: Transport | None = None
-        self.endpoints = [Upstream(f"http://w{n}:1", n, 0.0) for n in range(3)]
+        self.endpoints = [Upstream(f"http://w{n}:1", n, 0.0) for n in range(self.WORKERS)]
         self.client_transport = Transport()
         self.client_is_there = True
         self.client_is_slow = False
@@ -106,6 +119,11 @@ class OneRequest(RuleBasedStateMachine):
     def is_looking(self) -> bool:
         return self.placing is not None and not self.placing.is_cancelled and not self.over
 
+    @property
+    def may_end(self) -> bool:
+        """Whether something that ends it may happen now."""
+        return True
+
     # -- a worker is looked for --------------------------------------------------------------------
 
     @precondition(lambda self: self.is_looking)
@@ -133,7 +151,7 @@ class OneRequest(RuleBasedStateMachine):
         self.worker, self.has_head, self.pieces = worker, False, 0
         errand.sent(worker)
 
-    @precondition(lambda self: self.is_looking)
+    @precondition(lambda self: self.is_looking and self.may_end)
     @rule()
     def nobody_is_there(self) -> None:
         self.placing = None
@@ -202,7 +220,7 @@ class OneRequest(RuleBasedStateMachine):
 
     # -- the client --------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.client_is_there)
+    @precondition(lambda self: self.client_is_there and self.may_end)
     @rule(half=st.booleans())
     def hang_up(self, half: bool) -> None:
         self.client_is_there = False
@@ -219,7 +237,7 @@ class OneRequest(RuleBasedStateMachine):
         else:
             self.client.resume_writing()
 
-    @precondition(lambda self: self.client_is_there and not self.over)
+    @precondition(lambda self: self.client_is_there and not self.over and self.may_end)
     @rule()
     def is_turned_away(self) -> None:
         self.client.turn_away("too much is held")
@@ -227,7 +245,7 @@ class OneRequest(RuleBasedStateMachine):
             self.client_is_there = False
             self.client.connection_lost(None)
 
-    @precondition(lambda self: self.client_is_there and not self.over)
+    @precondition(lambda self: self.client_is_there and not self.over and self.may_end)
     @rule()
     def takes_too_long(self) -> None:
         if not self.errand.reply.begun:
@@ -304,6 +322,123 @@ OneRequest.TestCase.settings = settings(max_examples=100, stateful_step_count=25
 TestOneRequest = OneRequest.TestCase
 
 
+class OnePair(OneRequest):
+    """The same with workers that only prefill: the last three."""
+
+    WORKERS = 6
+
+    def __init__(self) -> None:
+        self.legs: list[tuple[BookedUse, BookedUse]] = []  # of the prefill and the decode worker
+        self.answers = 0  # with params, of prefill workers
+        self.sent: list[int] = []  # params
+        super().__init__()
+
+    @property
+    def may_end(self) -> bool:
+        return bool(self.legs)
+
+    def address(self, errand: ProxiedRequest) -> Any:
+        if errand.routed is None:
+            errand.routed = Routed("m", "default", cast(Any, None), b"{}", None, streams=False)
+        return super().address(errand)
+
+    @precondition(lambda self: self.is_looking)
+    @rule(refuses=st.booleans(), pairs=st.booleans(), ages=st.booleans())
+    def choose(self, refuses: bool, pairs: bool = True, ages: bool = False) -> None:
+        self.placing = None
+        errand = self.errand
+        if ages:
+            errand._params_at -= 21.0
+        if errand.use is None:
+            free = [each for each in self.endpoints if each.text not in errand.tried]
+            if not free or free[0] in self.endpoints[3:] or errand.attempts >= 5:
+                errand.fail(502, "nobody is left")
+                return
+            use = BookedUse(free[0])
+            self.uses.append(use)
+            assert errand.routed is not None
+            if pairs and not errand.params and not errand.routed.bars_pair:
+                use.leg = BookedUse(free[-1])
+                self.legs.append((use.leg, use))
+            errand.take_over(use)
+        if errand.are_params_old:
+            errand.run_anew()
+        elif refuses:
+            errand.refused("connection refused")
+        else:
+            self.go()
+
+    def at(self) -> State:
+        return self.errand.state
+
+    def go(self) -> None:
+        endpoint = self.errand.asked.endpoint
+        worker = None if self.errand.is_stale else endpoint.kept()
+        if worker is None:
+            worker = ClientConnection(endpoint)
+            worker.connection_made(Transport())
+        self.worker, self.has_head, self.pieces = worker, False, 0
+        self.worker_transport = cast(Transport, worker._transport)
+        self.worker_transport.take()
+        self.errand.sent(worker)
+        body = json.loads(self.worker_transport.take().partition(b"\r\n\r\n")[2])
+        if self.errand.state is State.SENT and "kv_transfer_params" in body:
+            self.sent.append(int(body["kv_transfer_params"]["remote_request_id"]))
+
+    @precondition(lambda self: self.is_looking and self.errand.use is None)
+    @rule(refuses=st.booleans(), then=st.sampled_from([None, 500, "refuses", "lost", "ages"]))
+    def prefill_and_go_on(self, refuses: bool, then: object) -> None:
+        """What is often only tried after much else."""
+        self.choose(False)
+        if self.at() is State.PREFILLING:
+            self.prefill(True)
+            if then is not None and self.is_looking:
+                self.choose(then == "refuses", ages=then == "ages")
+            if then == 500 and self.at() is State.SENT:
+                self.answers_an_error(500)
+            if then == "lost" and self.at() is State.SENT:
+                self.worker_dies(True)
+
+    @precondition(lambda self: self.errand.state is State.PREFILLING and not self.has_head)
+    @rule(has_params=st.booleans())
+    def prefill(self, has_params: bool) -> None:
+        told: dict[str, Any] = {"usage": {"prompt_tokens": 9}}
+        if has_params:
+            self.answers += 1
+            told["kv_transfer_params"] = {**PARAMS, "remote_request_id": str(self.answers)}
+        text = json.dumps(told).encode()
+        worker = cast(ClientConnection, self.worker)
+        worker.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
+
+    @precondition(lambda self: self.worker is not None and not self.has_head)
+    @rule(status=st.sampled_from([400, 500]))
+    def answers_an_error(self, status: int) -> None:
+        worker = cast(ClientConnection, self.worker)
+        if not worker.is_free and worker.is_open:
+            worker.data_received(b"HTTP/1.1 %d x\r\ncontent-length: 2\r\n\r\n{}" % status)
+
+    @invariant()
+    def params_are_sent_once(self) -> None:
+        assert len(set(self.sent)) == len(self.sent)
+
+    @invariant()
+    def a_leg_ends_once_and_not_after_its_decode_worker_s_use(self) -> None:
+        for leg, use in self.legs:
+            ends = [each for each in leg.told if each.startswith("freed")]
+            assert len(ends) == leg.is_over
+            assert leg.is_over or not use.is_over
+            assert leg.is_over == (self.errand.use is not use or self.errand.asked is use)
+
+    @invariant()
+    def it_fails_at_two_workers_at_most(self) -> None:
+        uses = [*self.uses, *(leg for leg, _ in self.legs)]
+        assert sum("freed failed" in use.told for use in uses) <= 2
+
+
+OnePair.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestOnePair = OnePair.TestCase
+
+
 class Errand:
     """A request that came in, whose workers a test chooses."""
 
@@ -325,6 +460,14 @@ class Errand:
     def _place(self, proxied: ProxiedRequest) -> Any:
         proxied.routed = self._routed
         return Placing()
+
+    def sent_to_pair(
+        self, prefill: int, decode: int
+    ) -> tuple[BookedUse, ClientConnection, Transport]:
+        """A pair of workers is chosen, and it goes to the prefill worker."""
+        leg = BookedUse(Upstream(f"http://w{prefill}:1", prefill, 0.0))
+        self.use(decode).leg = leg
+        return leg, *self.sent(leg)
 
     def use(self, number: int) -> BookedUse:
         """A worker of this number is chosen."""
@@ -360,7 +503,7 @@ def cells() -> list[tuple[str, State, State]]:
         (row[:first].strip(), state, State[name])
         for row in rows
         for at, state in columns
-        if (name := row[at : at + 9].strip())
+        if (name := row[at : at + 11].strip())
     ]
 
 
@@ -373,7 +516,9 @@ class Driven:
     def __init__(self, state: State) -> None:
         self.errand = Errand(Routed("m", "default", cast(Any, None), b"{}", None, streams=True))
         self.worker: ClientConnection | None = None
-        if state is not State.LOOKING:
+        if state is State.PREFILLING:
+            _, self.worker, _ = self.errand.sent_to_pair(0, 1)
+        elif state is not State.LOOKING:
             _, self.worker, _ = self.errand.sent_to(0)
         if state is State.SHEDDING:
             self.worker_sends(b"HTTP/1.1 503 x\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -396,9 +541,12 @@ class Driven:
         self.of.take_over(BookedUse(Upstream("http://w9:1", 9, 0.0)))
 
     def happens(self, what: str) -> None:
-        head = b"" if self.of.state is not State.SENT else HEAD
+        begins = self.of.state in (State.SENT, State.PREFILLING)
+        head = HEAD if begins else b""
         if what == "sent":
             self.errand.sent_to(0)
+        elif what == "sent to prefill":
+            self.errand.sent_to_pair(0, 1)
         elif what == "refused":
             self.take()
             self.of.refused("connection refused")
@@ -433,7 +581,7 @@ def test_the_state_changes_as_the_table_says(what: str, state: State, told: Stat
     driven = Driven(state)
     driven.happens(what)
     assert driven.of.state is told
-    if told is State.LOOKING and what != "refused":  # a connection that was refused costs nothing
+    if told is State.LOOKING and (what, state) not in FREE:
         driven = Driven(state)
         while driven.of._counts.retry_budget.take():
             pass
@@ -441,11 +589,15 @@ def test_the_state_changes_as_the_table_says(what: str, state: State, told: Stat
         assert driven.of.state is State.OVER
 
 
+# Where another worker is tried, or the next of a pair, at no cost of the budget of retries.
+FREE = {("refused", State.LOOKING), ("end", State.PREFILLING)}
+
+
 def test_the_table_has_every_state_and_every_change_of_it() -> None:
     changes = {(state, told) for _, state, told in cells()}
     assert {each for change in changes for each in change} == set(State)
     assert (State.RELAYING, State.LOOKING) not in changes
-    assert len(cells()) == 25
+    assert len(cells()) == 34
 
 
 def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
