@@ -11,15 +11,15 @@ from lean_selector.core.hashing import IS_COMPILED
 from lean_selector.core.index.kv_cursor import KvCursor
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.out_of_turn import Delivery, Turn
-from lean_selector.core.index.shapes import BOUND_REASONS, EventBatch
+from lean_selector.core.index.shapes import EventBatch
 from lean_selector.wire.kv_events import (
     MAX_BATCH_BYTES,
+    WINDOW_BYTES,
     NotABatch,
-    TooManyEvents,
     batch_slices,
     decode_small,
+    one_by_one,
 )
-from lean_selector.wire.messagepack import WINDOW_BYTES
 
 # Decodes ordinary batches in the compiled form. `decode_small` and `batch_slices` decode all other
 # batches, and in the interpreted form every batch.
@@ -48,7 +48,7 @@ class BatchWork:
         self._cursor = cursor
         self._report = report
         self._reader = reader
-        self._rest: Iterator[EventBatch | None] | None = None
+        self._rest: Iterator[EventBatch] | None = None
         self._is_lost = False  # the current batch was reported to the cursor as lost
         self._delivery = Delivery(0, Turn.IN_ORDER, is_copied=False)  # of the current batch
 
@@ -72,7 +72,7 @@ class BatchWork:
             if len(payload) <= WINDOW_BYTES:
                 self._apply(packed)
             else:
-                self._rest = _event_by_event(packed)
+                self._rest = one_by_one(packed)
             return
         batch = decode_small(payload)
         if batch is None:
@@ -87,16 +87,12 @@ class BatchWork:
             return True
         try:
             for batch in rest:
-                if batch is not None:
-                    self.slices += 1
-                    self._apply(batch)
+                self.slices += 1
+                self._apply(batch)
                 if time.perf_counter() >= deadline:
                     return False
-        # Each exception has its own name, because mypyc gives a name only one type.
-        except TooManyEvents as too_many:
-            self._lose_all("too_many_events", str(too_many))
-        except NotABatch as unreadable:
-            self._lose_all("not_a_batch", f"it cannot be decoded: {unreadable}")
+        except NotABatch as error:
+            self._lose_all("not_a_batch", f"it cannot be decoded: {error}")
         except BaseException:
             self._rest = None
             raise
@@ -117,8 +113,6 @@ class BatchWork:
         for event in batch.skipped if self._delivery.turn is not Turn.AGAIN else ():
             text = f"{event.event_type} event skipped, {event.reason}: {event.detail}"
             self._report("event", logging.WARNING, text)
-            if event.reason in BOUND_REASONS:
-                self._lose(f"a part of it: {text}")
 
     def _lose_all(self, reason: str, detail: str) -> None:
         self._ingest.counts.skip("message", reason)
@@ -130,8 +124,3 @@ class BatchWork:
             self._is_lost = True
             self._cursor.lose()
         self._report("batch", logging.WARNING, f"batch lost, {detail}")
-
-
-def _event_by_event(batch: EventBatch) -> Iterator[EventBatch]:
-    for event in batch.events:
-        yield EventBatch(batch.dp_rank, [event], [])

@@ -237,7 +237,6 @@ def _stored_in(payload: bytes) -> list[BlockStored]:
         return [
             event
             for batch in batch_slices(payload)
-            if batch is not None
             for event in batch.events
             if isinstance(event, BlockStored)
         ]

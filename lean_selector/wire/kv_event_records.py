@@ -4,9 +4,10 @@ Determines the tier, makes hashes unsigned, flattens the token pairs of EAGLE, a
 salt and the multimodal hashes among the extra keys. Spec: indexer.md 1.4 and 2.2; D26."""
 
 import re
-from typing import cast
+from typing import Final, cast
 
 import msgspec
+from msgspec.structs import replace
 from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX, packed_tokens, unmarked_salt
@@ -17,7 +18,6 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventPart,
-    SkippedEvent,
     Tier,
 )
 from lean_selector.core.numbers import U64_MAX
@@ -35,12 +35,8 @@ from lean_selector.wire.kv_event_shapes import (
     Token,
 )
 
-DETAIL_CHARACTERS = 200  # a message quotes at most this many characters of a peer's text
-
-# What msgspec raises: invalid or truncated values, wrong types, invalid UTF-8, deep nesting.
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-_EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
+# Blocks per record, which take some 0.15 ms to apply.
+PART_BLOCKS: Final = 512
 _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 
 # Types of extra keys that are not known -> the name under which they are counted.
@@ -65,50 +61,30 @@ _TIERS: dict[str | None, Tier] = {
 }
 
 
-class Skips:
-    """Counts the KV events of a batch that could not be decoded, by event type and reason. Keeps
-    one error text for each type and reason, and no object per event."""
-
-    def __init__(self) -> None:
-        self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
-
-    def add(self, tag: object, error: Exception) -> None:
-        """Count an event that could not be decoded. `tag` is the event's type."""
-        event_type = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
-        is_unknown = event_type is None and isinstance(tag, str)
-        reason = "unknown_type" if is_unknown else "malformed"
-        self.count(event_type or "unknown", reason, str(error))
-
-    def count(self, event_type: str, reason: str, detail: str) -> None:
-        known = self._by_kind.get((event_type, reason))
-        if known is None:
-            skipped = SkippedEvent(event_type, reason, detail[:DETAIL_CHARACTERS])
-            self._by_kind[event_type, reason] = skipped
-        else:
-            known.count += 1
-
-    def all(self) -> list[SkippedEvent]:
-        return list(self._by_kind.values())
-
-
 def record_of(event: ArrayEvent | MapEvent) -> Event | None:
     """Return a KV event's record for the index; None for an ignored type. May raise ValueError."""
     if isinstance(event, ArrayStored):
         return stored_record(event)
     if isinstance(event, MapStored):
         return stored_record(event, event.cache_salt, event.block_mm_infos)
+    if isinstance(event, MapRemoved | ArrayRemoved):
+        return removal_record(event, event.block_hashes, 1)
+    return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
+
+
+def removal_record(
+    event: ArrayRemoved | MapRemoved, hashes: list[Hash], events: int
+) -> BlockRemoved:
+    """Return the record of several `events` that are like `event`, but for their blocks."""
     if isinstance(event, MapRemoved):
         locality, spec_kind = event.locality, event.kv_cache_spec_kind
-    elif isinstance(event, ArrayRemoved):
+    else:
         locality, spec_kind = None, event.kind_or_locality
         if spec_kind is not None and spec_kind.upper() in ("LOCAL", "REMOTE"):
             locality, spec_kind = spec_kind, None
-    else:
-        return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
-    names = packed_names(event.block_hashes)
-    tier = tier_of(event.medium)
     is_remote = _is_remote(locality, event.ownership)
-    return BlockRemoved(names, tier, event.group_idx, spec_kind, is_remote)
+    tier = tier_of(event.medium)
+    return BlockRemoved(packed_names(hashes), tier, event.group_idx, spec_kind, is_remote, events)
 
 
 def stored_record(
@@ -165,6 +141,36 @@ def stored_record(
         next_token,
         fault,
     )
+
+
+def parts_of(record: BlockStored) -> list[Event]:
+    """Split the record of a long event into records of at most PART_BLOCKS blocks."""
+    size, names, tokens, infos = record.block_size, record.names, record.tokens, record.mm_hashes
+    blocks = min(len(names) >> 3, ((len(tokens) >> 2) - record.is_eagle) // size) if size else 0
+    if blocks <= PART_BLOCKS or record.fault is not None:
+        return [record]
+    parts: list[Event] = []
+    for at in range(0, blocks, PART_BLOCKS):
+        end = min(at + PART_BLOCKS, blocks)
+        behind = tokens[(end * size) << 2 : (end * size + 1) << 2]
+        following = int.from_bytes(behind, "little") if end < blocks else record.next_token
+        parts.append(
+            replace(
+                record,
+                names=names[at << 3 : end << 3],
+                parent_hash=int.from_bytes(names[(at - 1) << 3 : at << 3], "little")
+                if at
+                else record.parent_hash,
+                tokens=tokens[(at * size) << 2 : (end * size + record.is_eagle) << 2],
+                mm_hashes=None if infos is None else infos[at:end],
+                part=(EventPart.LAST if end == blocks else EventPart.MIDDLE)
+                if at
+                else EventPart.FIRST,
+                unknown_keys=None if at else record.unknown_keys,
+                next_token=None if record.next_token is None else following,
+            )
+        )
+    return parts
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
@@ -346,12 +352,12 @@ def _stored_by_position(event: list[object]) -> dict[str, object]:
         fields["lora_name"] = None
         fields["cache_salt"] = metadata.get("cache_salt", metadata.get(b"cache_salt"))
     tail = event[9:]
-    if tail and isinstance(tail[0], list | msgspec.Raw):
+    if tail and isinstance(tail[0], list):
         fields["block_mm_infos"] = tail.pop(0)
     fields["group_idx"] = _group_idx(tail, 0)
     fields["kv_cache_spec_kind"] = _word(tail, 1)
     fields["locality"], fields["ownership"] = _word(tail, 3), _word(tail, 4)
-    if len(tail) > 6 and isinstance(tail[6], list | msgspec.Raw):
+    if len(tail) > 6 and isinstance(tail[6], list):
         fields["lookahead_token_ids"] = tail[6]
     return fields
 

@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 Hash = int | bytes  # signed or unsigned; bytes if vLLM is configured not to send ints
 Token = int | tuple[int, int]  # EAGLE workers send pairs (t[i], t[i + 1]); unchecked for u32
 GroupIdx = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[int, Meta(ge=0)]
+MAX_BATCH_EVENTS = 1 << 16
+# Events that are decoded and applied at once. Those that cannot be decoded take longest, some 8 us.
+SLICE_EVENTS = 256
 
 
 class MultimodalObject(Struct, gc=False):
@@ -32,7 +35,6 @@ class MultimodalInfo(Struct, gc=False):
 
 
 ExtraKeys = list[list[object] | None]
-Lookahead = list[list[int]]  # per block: the tokens after it that the engine's hash covers
 MultimodalInfos = list[MultimodalInfo | None]
 
 
@@ -112,14 +114,38 @@ class ArrayEvents(Struct, array_like=True, gc=False):
     """The usual batch of KV events, `[ts, events, rank]`; old vLLM and SGLang omit the rank."""
 
     ts: float
-    events: list[ArrayEvent]
+    events: Annotated[list[ArrayEvent], Meta(max_length=SLICE_EVENTS)]
     dp_rank: int | None = None
 
 
 class MapEvents(Struct, array_like=True, gc=False):
     ts: float
-    events: list[MapEvent]
+    events: Annotated[list[MapEvent], Meta(max_length=SLICE_EVENTS)]
     dp_rank: int | None = None
+
+
+class RawArray(Struct, array_like=True):
+    """Any batch in an array, with its events still encoded."""
+
+    ts: Raw
+    events: Annotated[list[Raw], Meta(max_length=MAX_BATCH_EVENTS)]
+    dp_rank: object = None
+
+    def rank(self) -> object:
+        return self.dp_rank
+
+
+class RawMap(Struct):
+    """Any batch in a map."""
+
+    events: Annotated[list[Raw], Meta(max_length=MAX_BATCH_EVENTS)]
+    data_parallel_rank: object = None
+    dp_rank: object = None
+    attn_dp_rank: object = None
+
+    def rank(self) -> object:
+        ranks = self.data_parallel_rank, self.dp_rank, self.attn_dp_rank
+        return next((rank for rank in ranks if rank is not None), None)
 
 
 # -- events that our publisher sends, as an engine would -------------------------------------------

@@ -28,15 +28,12 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
-    EventPart,
     Tier,
 )
-from lean_selector.wire.kv_event_records import tier_of
+from lean_selector.wire.kv_event_records import PART_BLOCKS, parts_of, tier_of
+from lean_selector.wire.kv_event_shapes import SLICE_EVENTS
 
-MAX_PACKED_EVENTS: Final[i64] = 256
-PART_BLOCKS: Final[i64] = 512  # blocks per record, which take some 0.15 ms to apply
-_MOST_BLOCKS: Final[i64] = 1 << 16  # blocks per event: MAX_EVENT_BLOCKS
-_MOST_TOKENS: Final[i64] = 1 << 12  # tokens per block: MAX_BLOCK_TOKENS
+_I32: Final[i64] = 1 << 31
 _MOST_KEY: Final[i64] = 63  # characters of an extra key; one of 64 may be a hash in hex
 _FEW: Final[i64] = 8  # up to this many hashes are compared pairwise
 _WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # sizes of numbers, from 0xCA to 0xD3
@@ -76,6 +73,9 @@ _FIELDS: Final = {
     b"ownership": 2048,
     b"lookahead_token_ids": 2048,
     b"type": 2048,  # a repeated key
+    b"lora_id": 0,
+    b"kv_cache_spec_sliding_window": 0,
+    b"session_id": 0,
 }
 
 
@@ -84,8 +84,7 @@ class _Unusual(Exception):
 
 
 def packed_batch(payload: bytes) -> EventBatch | None:
-    """Decode a batch of KV events; None for an unusual layout, which `kv_events.py` must decode. An
-    event of more than PART_BLOCKS blocks becomes several records."""
+    """Decode a batch of KV events; None for an unusual layout, which `kv_events.py` must decode."""
     try:
         return _Reader(payload).batch()
     except (_Unusual, IndexError, UnicodeDecodeError):  # IndexError: truncated
@@ -123,7 +122,7 @@ class _Reader:
             raise _Unusual
         self._at += 8
         count: i64 = self._array()
-        if count > MAX_PACKED_EVENTS:
+        if count > SLICE_EVENTS:
             raise _Unusual
         while count > 0:
             count -= 1
@@ -131,7 +130,9 @@ class _Reader:
         self._end_removals()
         rank: int | None = None
         if inside == 3 and not self._passes_nil():
-            rank = self._below(1 << 31)
+            rank = self._below(_I32)
+        if self._at != len(self._data):
+            raise _Unusual  # other fields, or bytes behind the batch
         return EventBatch(rank, self._events, [])
 
     def _event(self) -> None:
@@ -191,7 +192,10 @@ class _Reader:
                 raise _Unusual
             start = self._at
             self._at += length
-            field: i64 = _FIELDS.get(self._data[start : self._at], 0)
+            field: i64 = _FIELDS.get(self._data[start : self._at], -1)
+            if field < 0:
+                self._data[start : self._at].decode()  # one that is no UTF-8 is unusual
+                field = 0
             if seen & field & ~_OTHER:
                 raise _Unusual  # repeated
             seen |= field
@@ -206,7 +210,7 @@ class _Reader:
             elif field == _TOKENS:
                 self._its_tokens = self._tokens()
             elif field == _SIZE:
-                self._size = self._below(_MOST_TOKENS)
+                self._size = self._below(_I32)
             elif self._passes_nil():
                 continue
             elif field == _PARENT:
@@ -222,7 +226,7 @@ class _Reader:
             elif field == _LOCALITY:
                 self._check_locality()
             elif field == _GROUP:
-                self._group = self._below(1 << 31)
+                self._group = self._below(_I32)
             elif field == _KIND and is_stored:
                 self._kind = self._text()
             else:
@@ -234,9 +238,9 @@ class _Reader:
         if not self._passes_nil():
             self._parent = self._unsigned_hash()
         self._its_tokens = self._tokens()
-        self._size = self._below(_MOST_TOKENS)
+        self._size = self._below(_I32)
         if fields > 5 and not self._passes_nil():
-            self._below(1 << 31)  # lora_id: unused
+            self._below(_I32)  # lora_id: unused
         if fields > 6:
             self._medium = self._text()
         if fields > 7:
@@ -244,11 +248,11 @@ class _Reader:
         if fields > 8 and not self._passes_nil():
             self._plain_keys()
         if fields > 9 and not self._passes_nil():
-            self._group = self._below(1 << 31)
+            self._group = self._below(_I32)
         if fields > 10:
             self._kind = self._text()
         if fields > 11 and not self._passes_nil():
-            self._below(1 << 31)  # a sliding window: unused
+            self._below(_I32)  # a sliding window: unused
         if fields > 12:
             self._check_locality()
         if fields > 13:
@@ -270,31 +274,14 @@ class _Reader:
             salt = unmarked_salt(salt)
         salt = salt or self._salt_of_keys()
         blocks: i64 = min(i64(len(names)) >> 3, (i64(len(tokens)) >> 2) // size)
-        if blocks <= PART_BLOCKS:
-            names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
-            part = EventPart.WHOLE
-            self._append_stored(names, parent, tokens, part, salt)
-            return
-        first: i64 = 0
-        part = EventPart.FIRST
-        while first < blocks:
-            end: i64 = min(first + PART_BLOCKS, blocks)
-            if end == blocks:
-                part = EventPart.LAST
-            here = names[first << 3 : end << 3]
-            theirs = tokens[(first * size) << 2 : (end * size) << 2]
-            self._append_stored(here, parent, theirs, part, salt)
-            parent = int.from_bytes(here[-8:], "little")
-            part = EventPart.MIDDLE
-            first = end
-
-    def _append_stored(
-        self, names: bytes, parent: int | None, tokens: bytes, part: EventPart, salt: str | None
-    ) -> None:
+        names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
         tier, adapter = tier_of(self._medium), self._adapter or None
-        event = BlockStored(names, parent, tokens, self._size, tier, adapter, salt)
-        event.group_idx, event.kind, event.part = self._group, self._kind, part
-        self._events.append(event)
+        event = BlockStored(names, parent, tokens, size, tier, adapter, salt)
+        event.group_idx, event.kind = self._group, self._kind
+        if blocks <= PART_BLOCKS:
+            self._events.append(event)
+        else:
+            self._events += parts_of(event)
 
     def _removed(self, fields: i64) -> None:
         self._first = self._at
@@ -302,7 +289,7 @@ class _Reader:
         if fields > 2:
             self._medium = self._text()
         if fields > 3 and not self._passes_nil():
-            self._group = self._below(1 << 31)
+            self._group = self._below(_I32)
         if fields > 4:
             self._check_locality()  # older layouts have the kind here
         if fields > 5:
@@ -362,8 +349,6 @@ class _Reader:
     def _hashes_into(self, out: BytesWriter) -> None:
         """Read a list of hashes into `out`, 8 bytes each."""
         count: i64 = self._array()
-        if count > _MOST_BLOCKS:
-            raise _Unusual
         while count > 0:
             count -= 1
             write_i64_le(out, self._hash())

@@ -19,7 +19,7 @@ import msgspec
 from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent
-from lean_selector.wire.messagepack import array_header, count_of, first_value, is_array
+from lean_selector.wire.messagepack import array_header, count_of
 from lean_selector.wire.replica_shapes import (
     U64,
     Add,
@@ -173,7 +173,7 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
     if len(payload) > MAX_SESSION_BYTES:
         raise TooBig(f"a session of more than {MAX_SESSION_BYTES} bytes")
     try:
-        envelope = first_value(_decode_session, payload)  # bytes after the map are ignored
+        envelope = _decode_session(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableFrames(f"session: {error}") from None
     return SessionEvent(
@@ -201,7 +201,7 @@ def payload_of(frames: Sequence[bytes]) -> bytes:
 def decode_event(payload: bytes) -> ReplicaEvent:
     """Decode a replica event from its second ZMQ frame. Raises UndecodableFrames."""
     try:
-        envelope = first_value(_decode_envelope, payload)  # bytes after the map are ignored
+        envelope = _decode_envelope(payload)
         data = envelope.event.data
         if not isinstance(data, AddVariant):
             return _event_of(envelope, b"")
@@ -268,8 +268,6 @@ def _hashes(raw: msgspec.Raw) -> bytes:
     data = bytes(raw)
     if data == _NIL:
         return b""
-    if not is_array(data[0]):
-        raise UndecodableFrames("token_sequence is no array")
     count, at = count_of(data)
     if count > MAX_HASHES:
         raise TooBig(f"more than {MAX_HASHES} hashes")

@@ -14,7 +14,8 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import BlockStored, EventBatch, Tier
 from lean_selector.events.batch_work import BatchWork, Reader
 from lean_selector.wire import kv_events
-from lean_selector.wire.messagepack import WINDOW_BYTES
+from lean_selector.wire.kv_event_shapes import MAX_BATCH_EVENTS, SLICE_EVENTS
+from lean_selector.wire.kv_events import WINDOW_BYTES
 from lean_selector.wire.packed_events import packed_batch
 from tests.support.kv_batches import small_windows
 
@@ -69,7 +70,7 @@ def test_a_large_batch_is_applied_in_calls_of_one_slice() -> None:
         source = Source()
         calls[count] = source.take(*[stored(block) for block in range(1, count + 1)])
         assert source.index.total_blocks == count
-        assert count // kv_events.SLICE_EVENTS <= source.work.slices
+        assert count // SLICE_EVENTS <= source.work.slices
     assert calls[10_000] <= 11 * calls[1_000]
     assert calls[10_000] >= 5 * calls[1_000]
 
@@ -103,7 +104,6 @@ def test_the_rest_of_a_batch_can_be_dropped() -> None:
 
 
 def test_what_is_over_a_bound_is_counted_and_marks_the_source() -> None:
-    blocks = list(range(1, kv_events.MAX_EVENT_BLOCKS + 2))
     for payload, skipped, said in (
         (
             b"." * (kv_events.MAX_BATCH_BYTES + 1),
@@ -111,19 +111,9 @@ def test_what_is_over_a_bound_is_counted_and_marks_the_source() -> None:
             "it has more than 4194304 bytes",
         ),
         (
-            encode([1.5, [None] * (kv_events.MAX_BATCH_EVENTS + 1), None]),
-            "message:too_many_events",
-            "it has 65537 events",
-        ),
-        (
-            encode([1.5, [["BlockStored", blocks, None, blocks, 1]], None]),
-            "stored:too_many_blocks",
-            "it has 65537 blocks",
-        ),
-        (
-            encode([1.5, [["BlockRemoved", blocks]], None]),
-            "removed:too_many_blocks",
-            "it has 65537 blocks",
+            encode([1.5, [None] * (MAX_BATCH_EVENTS + 1), None]),
+            "message:not_a_batch",
+            "Expected `array` of length <= 65536",
         ),
     ):
         source = Source()
@@ -137,22 +127,11 @@ def test_what_is_over_a_bound_is_counted_and_marks_the_source() -> None:
         assert source.lines[-1].startswith("batch lost, ")
 
 
-def test_a_batch_is_lost_once_however_much_of_it_is_over_a_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source = Source()
-    with small_windows(240):
-        monkeypatch.setattr(kv_events, "MAX_EVENT_BLOCKS", 20)
-        source.take(stored(*range(300, 330)), stored(*range(400, 430)), stored(1))
-    assert source.skipped == {("stored", "too_many_blocks"): 2}
-    assert (source.cursor.lost, source.index.total_blocks) == (1, 1)
-
-
 def test_junk_is_told_of_a_few_times_however_much_there_is() -> None:
     source = Source()
     source.take(*[1] * 50_000)
     assert source.skipped == {("unknown", "malformed"): 50_000}
-    assert len(source.lines) <= 50_000 // kv_events.SLICE_EVENTS + 8
+    assert len(source.lines) <= 50_000 // SLICE_EVENTS + 8
     assert source.cursor.state.value == "connecting"
 
 

@@ -16,19 +16,18 @@ from lean_selector.core.index.shapes import (
     EventPart,
     SkippedEvent,
 )
-from lean_selector.wire import kv_events, messagepack
+from lean_selector.wire import kv_event_records, kv_events
 from lean_selector.wire.kv_events import NotABatch, batch_slices, decode_small
-from lean_selector.wire.messagepack import Bytes
 from lean_selector.wire.packed_events import packed_batch
 from tests.support.kv_records import hashes_of, tokens_of
 
 
-def decode_batch(payload: Bytes) -> EventBatch:
+def decode_batch(payload: bytes) -> EventBatch:
     """A whole batch at once, however large, as a source would apply it. Raises NotABatch.
 
     Where the reader of ordinary batches takes it, that says the same: whatever a test reads is held
     against both."""
-    packed = packed_batch(bytes(payload))
+    packed = packed_batch(payload)
     try:
         whole = _whole_batch(payload)
     except NotABatch:
@@ -41,10 +40,10 @@ def decode_batch(payload: Bytes) -> EventBatch:
     return whole
 
 
-def _whole_batch(payload: Bytes) -> EventBatch:
+def _whole_batch(payload: bytes) -> EventBatch:
     small = decode_small(payload)
-    slices = [small] if small is not None else [part for part in batch_slices(payload) if part]
-    whole = EventBatch(slices[0].dp_rank if slices else None, [], [])
+    slices = [small] if small is not None else list(batch_slices(payload))
+    whole = EventBatch(slices[0].dp_rank, [], [])
     skipped: dict[tuple[str, str], SkippedEvent] = {}
     for part in slices:
         assert part.dp_rank == whole.dp_rank
@@ -97,15 +96,11 @@ def told_of(event: Event) -> tuple[Any, ...]:
 
 
 @contextmanager
-def small_windows(
-    window: int, events: int = 4, blocks: int = 4, tokens: int = 16
-) -> Iterator[pytest.MonkeyPatch]:
+def small_windows(window: int, events: int = 4, blocks: int = 4) -> Iterator[pytest.MonkeyPatch]:
     """What is large begins at `window` bytes, and a slice holds so many of each."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (messagepack, kv_events):
-            patch.setattr(module, "WINDOW_BYTES", window)
+        patch.setattr(kv_events, "WINDOW_BYTES", window)
         patch.setattr(kv_events, "SLICE_EVENTS", events)
-        patch.setattr(kv_events, "PART_BLOCKS", blocks)
-        patch.setattr(kv_events, "PART_BLOCKS_WITH_KEYS", 1)
-        patch.setattr(kv_events, "PART_TOKENS", tokens)
+        for module in (kv_events, kv_event_records):
+            patch.setattr(module, "PART_BLOCKS", blocks)
         yield patch

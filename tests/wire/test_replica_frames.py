@@ -53,6 +53,7 @@ NOT_READ = {
     "AddRequest payload positional",
     "event positional",
     "envelope positional",
+    "bytes after the map",
 }
 OTHER_GROUP_KEY = "only the other version's group key"  # D2: either is read
 INJECTED = [
@@ -309,10 +310,8 @@ ADDS = st.builds(
 
 
 @given(ADDS)
-def test_both_readers_agree_on_what_we_publish(event: ReplicaEvent) -> None:
-    payload = encode_event(event)
-    assert decode_event(payload) == event
-    assert decode_event(payload + b"\0") == event  # bytes after the map need the tolerant one
+def test_what_we_publish_is_read_back(event: ReplicaEvent) -> None:
+    assert decode_event(encode_event(event)) == event
 
 
 # -- frames of any content and size ----------------------------------------------------------------

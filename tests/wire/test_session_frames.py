@@ -64,6 +64,7 @@ UNREADABLE = (
     *(f"{field} missing" for field in VECTORS["envelope_keys_in_order"] if field != "dp_rank"),
     *("session_id missing", "tenant_id instead", "array instead", "worker_id as text"),
     *("negative sequence", "a third frame", "JSON", "topic only"),
+    "bytes after the map",  # which no sender writes
 )
 INJECTED = [
     case
@@ -83,11 +84,9 @@ def test_what_the_reference_can_read_is_read_and_nothing_else(case: dict[str, An
         assert event == as_event(case["decoded"])
 
 
-@given(EVENTS, st.binary(max_size=3))
-def test_what_was_written_is_read_back_whatever_follows_it(
-    event: SessionEvent, trailing: bytes
-) -> None:
-    assert decode_session([SESSION_TOPIC, encode_session(event) + trailing]) == event
+@given(EVENTS)
+def test_what_was_written_is_read_back(event: SessionEvent) -> None:
+    assert decode_session([SESSION_TOPIC, encode_session(event)]) == event
 
 
 def test_a_message_has_two_frames_of_bounded_size() -> None:

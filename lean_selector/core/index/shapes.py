@@ -95,10 +95,6 @@ class LearnedFacts(msgspec.Struct):
 # `wire` decodes the layouts of all engines into these records, and the index applies them. Hashes
 # are unsigned 64-bit here, tokens are flat, and lists are packed. Spec: indexer.md 1.4.
 
-# Reasons for skipping an event that exceeds a limit of ours: the engine then holds blocks that the
-# index lacks.
-BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
-
 
 class EventPart(IntEnum):
     """Which part of an event a record holds. A long event is split into several records."""
@@ -158,7 +154,7 @@ class SkippedEvent(msgspec.Struct, gc=False):
     """Events that could not be decoded, all for the same reason. The rest of the batch is used."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
-    reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label
+    reason: str  # "malformed" or "unknown_type": a metric label
     detail: str  # description of one such event
     count: int = 1
 
