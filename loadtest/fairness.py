@@ -9,7 +9,8 @@ ideal that serves the two ids in turn, request by request (each request counts t
 import sys
 from statistics import fmean
 
-from lean_selector.core.selection.fair_shares import FairShares, Share
+from lean_selector.core.selection.fair_shares import FairShares
+from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.tools.batching_engine import SimulatedRequest
 from lean_selector.tools.simulate import policy_of
 from lean_selector.tools.simulation import SimulatedFleet, Simulation, deal, requests_of
@@ -17,11 +18,11 @@ from lean_selector.tools.trace import trace_lines
 from lean_selector.tools.traffic import percentile
 
 REQUESTS, LOAD, ENGINES, SEED = 3_000, 2.0, 4, 0
-_charge = FairShares._add
+_charge = FairShares.charge
 
 
-def _charge_a_turn(shares: FairShares, share: Share, tokens: float) -> None:
-    _charge(shares, share, 1.0)
+def _charge_a_turn(shares: FairShares, request: SelectionRequest, placement: Placement) -> None:
+    shares._share(request.fairness_id).service += 1.0
 
 
 def row_of(name: str, requests: list[SimulatedRequest]) -> str:
@@ -40,7 +41,7 @@ def main() -> int:
     for policy in ("dynamo", "latency"):
         for name, fairness in (("off", "off"), ("on", "on"), ("in turn", "on")):
             charge = _charge_a_turn if name == "in turn" else _charge
-            FairShares._add = charge  # type: ignore[method-assign,assignment]
+            FairShares.charge = charge  # type: ignore[method-assign,assignment]
             requests = requests_of(lines, LOAD)
             deal(requests, [10, 1])
             settings = f"queue_threshold=2,queue_fairness={fairness}"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from lean_selector.core.selection import fair_shares
-from lean_selector.core.selection.fair_shares import MAX_IDS, FairShares
+from lean_selector.core.selection.fair_shares import MAX_IDS, FairLine, FairShares
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
@@ -200,6 +200,18 @@ def test_output_is_charged_as_it_was_reported() -> None:
     assert shares.services()["a"] == 10 + 2 * 2 * BLOCK_SIZE
 
 
+def test_who_was_charged_for_output_that_never_came_is_early_again() -> None:
+    played = Played(1)
+    played.ask("c", 10)
+    for who, output in (("a", 1000), ("a", 0), ("c", 300), ("c", 0)):
+        played.ask(who, 10, output=output)
+    played.end()
+    played.selector.reservations.output_block(played.live[0], None, 0.0)
+    while any(played.waiting.values()):
+        played.end()
+    assert played.order == ["c", "a", "c", "a", "c"]
+
+
 def test_an_id_saves_up_nothing_while_it_asks_for_nothing() -> None:
     played = Played(1)
     for _ in range(30):
@@ -235,10 +247,11 @@ def test_service_is_halved_and_the_order_stays() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_ids_are_bounded_and_the_least_recent_go(waits: bool) -> None:
     shares = FairShares({}, BLOCK_SIZE)
-    kept = shares.enter("kept")
+    line = FairLine((None, None, frozenset()), shares)
+    kept = shares.enter(line, "kept").share
     for number in range(2 * MAX_IDS):
-        share = shares.enter(f"{number}")
+        flow = shares.enter(line, f"{number}")
         if not waits:
-            shares.leave(share)
+            shares.leave(flow)
     assert len(shares) == (2 * MAX_IDS + 1 if waits else MAX_IDS)
-    assert shares.enter("kept") is kept
+    assert shares.enter(line, "kept").share is kept

@@ -13,11 +13,13 @@ minute: who took much is forgiven. While two ids wait for the same ranks with th
 priority, their services, counted from any moment on, therefore differ by at most twice the largest
 request; what output adds later, by at most that of what is in flight.
 
-Two lists are in order: the ids that wait, and in each line its ids by who goes next. A step is two
-binary searches in each. Ids that do not wait are forgotten, the least recent first, beyond
-MAX_IDS. Each replica counts what it serves itself."""
+Heaps tell which id comes first, in each line and of all that wait. Being served makes a position
+worse, so an entry is brought up to date when it comes first; what makes one better adds an entry,
+or builds the heap anew. Ids that do not wait are forgotten, the least recent first, beyond MAX_IDS.
+Each replica counts what it serves itself."""
 
 import bisect
+import heapq
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Final
@@ -29,112 +31,98 @@ from lean_selector.core.selection.shapes import Placement, SelectionRequest
 MAX_IDS: Final = 4_096
 HALF_LIFE_S: Final = 60.0
 OUTPUT_WEIGHT: Final = 2  # an output token takes about as long as two prompt tokens
+_SPARE: Final = 16  # entries of a heap, beyond two for each member
 
-_position = attrgetter("position")
 _key = attrgetter("key")
 
 
 class Share:
     """What one id has been served."""
 
-    __slots__ = ("flows", "number", "position", "service", "waiting", "weight")
+    __slots__ = ("flows", "number", "service", "weight")
 
     def __init__(self, number: int, weight: float) -> None:
         self.number = number
         self.weight = weight
         self.service = 0.0  # tokens / weight
-        self.waiting = 0  # requests in the queue
-        self.position = 0.0, number  # service and number, as they were put in order
         self.flows: list[Flow] = []  # where its requests wait
 
 
 class Flow:
     """The requests of one id in a line."""
 
-    __slots__ = ("items", "line", "position", "share")
+    __slots__ = ("items", "line", "share")
 
     def __init__(self, line: "FairLine", share: Share) -> None:
         self.line = line
         self.share = share
         self.items: list[Waiting] = []  # in order
-        self.position: QueuePosition = (0, 0.0, 0.0, 0)  # that of the first item
 
-    def find_position(self) -> None:
+    def position(self) -> QueuePosition:
         priority, _, score, serial = self.items[0].key
-        self.position = priority, self.share.service, score, serial
+        return priority, self.share.service, score, serial
 
 
 class FairLine(Line):
     """Requests with the same ties. Of the ids that have some, the least served comes first."""
 
-    __slots__ = ("_flows", "_in_order", "_shares")
+    __slots__ = ("_flows", "_heap", "_shares")
 
     def __init__(self, ties: Ties, shares: "FairShares") -> None:
         super().__init__(ties)
         self._shares = shares
         self._flows: dict[str, Flow] = {}
-        self._in_order: list[Flow] = []
+        self._heap: list[tuple[QueuePosition, Flow]] = []
 
     def position(self) -> QueuePosition:
-        return self._in_order[0].position
+        heap = self._heap
+        while True:
+            position, flow = heap[0]
+            if not flow.items:
+                heapq.heappop(heap)
+            elif position[1] == flow.share.service and position[3] == flow.items[0].key[3]:
+                return position
+            else:
+                heapq.heapreplace(heap, (flow.position(), flow))
 
     def head(self) -> Waiting:
-        return self._in_order[0].items[0]
+        self.position()
+        return self._heap[0][1].items[0]
 
     def has_any(self) -> bool:
-        return bool(self._in_order)
+        return bool(self._flows)
 
     def all(self) -> list[Waiting]:
-        return [item for flow in self._in_order for item in flow.items]
+        return [item for flow in self._flows.values() for item in flow.items]
 
     def insert(self, waiting: Waiting) -> None:
         name = waiting.request.fairness_id
-        share = self._shares.enter(name)
         flow = self._flows.get(name)
         if flow is None:
-            flow = self._flows[name] = Flow(self, share)
-            share.flows.append(flow)
+            flow = self._flows[name] = self._shares.enter(self, name)
         bisect.insort(flow.items, waiting, key=_key)
         if flow.items[0] is waiting:
-            if len(flow.items) > 1:
-                self._take(flow)
-            self._put(flow)
+            self.put(flow)
 
     def remove(self, waiting: Waiting) -> bool:
         name = waiting.request.fairness_id
         flow = self._flows.get(name)
-        if flow is None:
+        if flow is None or not take_out(flow.items, waiting):
             return False
-        first = flow.items[0]
-        if not take_out(flow.items, waiting):
-            return False
-        if first is waiting:
-            self._take(flow)
-            if flow.items:
-                self._put(flow)
-            else:
-                del self._flows[name]
-                flow.share.flows.remove(flow)
-        self._shares.leave(flow.share)
+        if not flow.items:
+            del self._flows[name]
+            self._shares.leave(flow)
         return True
 
-    def move(self, flow: Flow) -> None:
-        """Put a flow where it belongs, because its id was served."""
-        self._take(flow)
-        self._put(flow)
+    def put(self, flow: Flow) -> None:
+        """Add an entry for a flow that is new, or that goes earlier now."""
+        heapq.heappush(self._heap, (flow.position(), flow))
+        if len(self._heap) > 2 * len(self._flows) + _SPARE:
+            self.build()
 
-    def _take(self, flow: Flow) -> None:
-        del self._in_order[bisect.bisect_left(self._in_order, flow.position, key=_position)]
-
-    def _put(self, flow: Flow) -> None:
-        flow.find_position()
-        bisect.insort(self._in_order, flow, key=_position)
-
-    def sort(self) -> None:
-        """Restore the order after all services were halved."""
-        for flow in self._in_order:
-            flow.find_position()
-        self._in_order.sort(key=_position)
+    def build(self) -> None:
+        self._heap = [(flow.position(), flow) for flow in self._flows.values()]
+        heapq.heapify(self._heap)
 
 
 class FairShares:
@@ -144,7 +132,7 @@ class FairShares:
         self._weights = weights
         self._block_size = block_size
         self._shares: dict[str, Share] = {}  # the least recent first
-        self._waiting: list[Share] = []  # those with requests in the queue, in order of service
+        self._heap: list[tuple[float, int, Share]] = []  # those that wait, by service and number
         self._number = 0
         self._floor = 0.0  # where an id starts if nobody waits
         # Reservations that were charged: for how many output tokens, and after how many halvings
@@ -161,41 +149,46 @@ class FairShares:
     def services(self) -> dict[str, float]:
         return {name: share.service for name, share in self._shares.items()}
 
-    def enter(self, name: str) -> Share:
-        """Return the share of an id that has one more request in the queue."""
+    def enter(self, line: FairLine, name: str) -> Flow:
+        """Return a new flow for the first request of an id in a line."""
         share = self._share(name)
-        if not share.waiting:
-            least = self._waiting[0].service if self._waiting else self._floor
-            share.service = max(share.service, least)
+        is_new = not share.flows
+        if is_new:
+            share.service = max(share.service, self._least())
+        flow = Flow(line, share)
+        share.flows.append(flow)
+        if is_new:
             self._put(share)
-        share.waiting += 1
-        return share
+        return flow
 
-    def leave(self, share: Share) -> None:
-        """Count one request less of an id in the queue."""
-        share.waiting -= 1
-        if not share.waiting:
-            self._take(share)
-            if not self._waiting:
-                self._floor = share.service
+    def leave(self, flow: Flow) -> None:
+        """Note that a flow is empty."""
+        flow.share.flows.remove(flow)
+        if not flow.share.flows:
+            self._floor = flow.share.service
 
-    def charge(self, request: SelectionRequest, placement: Placement, *, waited: bool) -> None:
-        """Count a request for which a rank was chosen. `waited`: whether it was in the queue."""
-        if not waited and not self._waiting:
-            return
+    def charge(self, request: SelectionRequest, placement: Placement) -> None:
+        """Count a request for which a rank was chosen, after it had waited or while others wait."""
         share = self._share(request.fairness_id)
         output = request.expected_output_tokens or 0
-        self._add(share, placement.effective_prefill_tokens + OUTPUT_WEIGHT * output)
+        tokens = placement.effective_prefill_tokens + OUTPUT_WEIGHT * output
+        share.service += tokens / share.weight
         if request.books:
             self._charged[request.reservation_id] = share, output, self._halved
 
     def ended(self, reservation: Reservation) -> None:
         """Correct what was charged for the output of a reservation, if its output was reported."""
         charged = self._charged.pop(reservation.request_id, None)
-        if charged is not None and reservation.output_blocks:
-            share, expected, halved = charged
-            more = reservation.output_blocks * self._block_size - expected
-            self._add(share, OUTPUT_WEIGHT * more * 0.5 ** (self._halved - halved))
+        if charged is None or not reservation.output_blocks:
+            return
+        share, expected, halved = charged
+        more = reservation.output_blocks * self._block_size - expected
+        tokens = OUTPUT_WEIGHT * more * 0.5 ** (self._halved - halved)
+        share.service = max(0.0, share.service + tokens / share.weight)
+        if more < 0 and share.flows:
+            self._put(share)
+            for flow in share.flows:
+                flow.line.put(flow)
 
     def settle(self, now: float) -> None:
         """Halve all services if it is time. Call this about every second."""
@@ -208,15 +201,14 @@ class FairShares:
     def _halve(self) -> None:
         self._halved += 1
         self._floor *= 0.5
+        lines: dict[FairLine, None] = {}
         for share in self._shares.values():
             share.service *= 0.5
-        lines: dict[FairLine, None] = {}
-        for share in self._waiting:  # their order stays
-            share.position = share.service, share.number
             for flow in share.flows:
                 lines[flow.line] = None
+        self._build()
         for line in lines:
-            line.sort()
+            line.build()
 
     def _share(self, name: str) -> Share:
         share = self._shares.pop(name, None)
@@ -228,23 +220,30 @@ class FairShares:
                     break
                 oldest = next(iter(self._shares))
                 other = self._shares.pop(oldest)
-                if other.waiting:
+                if other.flows:
                     self._shares[oldest] = other
         self._shares[name] = share
         return share
 
-    def _add(self, share: Share, tokens: float) -> None:
-        if share.waiting:
-            self._take(share)
-        share.service = max(0.0, share.service + tokens / share.weight)
-        if share.waiting:
-            self._put(share)
-            for flow in share.flows:
-                flow.line.move(flow)
+    def _least(self) -> float:
+        """Return the least service of the ids that wait."""
+        heap = self._heap
+        while heap:
+            service, number, share = heap[0]
+            if not share.flows:
+                heapq.heappop(heap)
+            elif service == share.service:
+                return service
+            else:
+                heapq.heapreplace(heap, (share.service, number, share))
+        return self._floor
 
     def _put(self, share: Share) -> None:
-        share.position = share.service, share.number
-        bisect.insort(self._waiting, share, key=_position)
+        heapq.heappush(self._heap, (share.service, share.number, share))
+        if len(self._heap) > 2 * len(self._shares) + _SPARE:
+            self._build()
 
-    def _take(self, share: Share) -> None:
-        del self._waiting[bisect.bisect_left(self._waiting, share.position, key=_position)]
+    def _build(self) -> None:
+        waiting = [share for share in self._shares.values() if share.flows]
+        self._heap = [(share.service, share.number, share) for share in waiting]
+        heapq.heapify(self._heap)

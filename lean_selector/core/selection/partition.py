@@ -91,7 +91,7 @@ class Partition:
         self.sessions = sessions
         self.shares = shares
         if shares is not None:
-            self.slots.on_ended = self._settle_share
+            self.slots.on_ended = shares.ended if sessions is None else self._settle_share
         elif sessions is not None:
             self.slots.on_ended = self._release_session
         shared = Ledgers() if ledgers is None else ledgers

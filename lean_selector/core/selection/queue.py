@@ -422,12 +422,14 @@ class Queue:
                 key, line = open_lines[0]
                 if not line.has_any():
                     heapq.heappop(open_lines)
-                elif line.position() != key:
-                    heapq.heapreplace(open_lines, (line.position(), line))
-                elif not line.is_open(room):
+                    continue
+                head = line.position()
+                if not line.is_open(room):
                     heapq.heappop(open_lines)
-                    if blocked is None or key < blocked:
-                        blocked = key
+                    if blocked is None or head < blocked:
+                        blocked = head
+                elif head != key:
+                    heapq.heapreplace(open_lines, (head, line))
                 else:
                     passes = blocked is not None and blocked < key
                     self._admit_one(room, line.head(), passes)

@@ -232,8 +232,8 @@ class Selector:
                 return self._wait(partition, request, now)
         matches = match_sets(partition, request.prompt.local_hashes)
         placement = self._place(partition, request, ranks, matches, now)
-        if partition.shares is not None:
-            partition.shares.charge(request, placement, waited=False)
+        if partition.shares is not None and len(queue):
+            partition.shares.charge(request, placement)
         return placement
 
     def _wait(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
@@ -264,7 +264,7 @@ class Selector:
             matches = as_sets(partition, request.matches, waiting.key[3])
         placement = self._place(partition, request, ranks, matches, now)
         if partition.shares is not None:
-            partition.shares.charge(request, placement, waited=True)
+            partition.shares.charge(request, placement)
         return placement
 
     def _free_ranks(self, partition: Partition, request: SelectionRequest) -> int:
