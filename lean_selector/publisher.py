@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import msgspec
 import zmq
@@ -25,9 +25,6 @@ from lean_selector.wire.kv_event_shapes import (
     PublishedRemoved,
     PublishedStored,
 )
-
-if TYPE_CHECKING:
-    pass
 
 # The next three limits are vLLM's defaults (buffer_steps, hwm), so that all engines offer the same
 # history and queue length.

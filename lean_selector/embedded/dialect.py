@@ -74,17 +74,22 @@ def fields_of(name: str, given: object) -> Fields:
     """Copies `given`, a map of any type, to a dict of JSON types. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
+    for key in given:
+        _check_text("a field's name", key)
     return {key: _plain(str(key), value) for key, value in given.items()}
 
 
 def _plain(name: str, value: object) -> object:
     """Converts maps and sequences of any type to dicts and lists, recursively; keeps bytes. Raises
     ValueError for other types that JSON lacks."""
+    _check_text(name, value)
     if value is None or isinstance(value, (str, bytes, bytearray)):
         return value
     if isinstance(value, (int, float)):
         return _number(value)
     if isinstance(value, Mapping):
+        for key in value:
+            _check_text(name, key)
         return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
     if isinstance(value, memoryview):
         if name in _PACKED and value.itemsize == 1:
@@ -100,6 +105,16 @@ def _plain(name: str, value: object) -> object:
     if items and type(items[0]) is int:  # many tokens or hashes, whose reader checks them
         return items
     return [_plain(f"{name}[{place}]", each) for place, each in enumerate(items)]
+
+
+def _check_text(name: str, value: object) -> None:
+    """Raises ValueError for a string that UTF-8 cannot encode. Python allows such strings, JSON
+    does not."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}: not valid Unicode") from None
 
 
 def _number(value: int | float) -> int | float:
@@ -120,29 +135,6 @@ def worker_fields(name: str, given: object) -> Fields:
                     raise ValueError(f"{field}: keys are ranks, as int, not {dp_rank!r}")
             fields[field] = {str(dp_rank): value for dp_rank, value in by_rank.items()}
     return fields
-
-
-def check_text(name: str, given: object) -> None:
-    """Raises ValueError for a string that UTF-8 cannot encode. Python allows such strings, JSON
-    does not."""
-    if isinstance(given, str):
-        if not given.isascii():
-            try:
-                given.encode()
-            except UnicodeEncodeError:
-                raise ValueError(f"{name}: not valid Unicode") from None
-    elif isinstance(given, Mapping):
-        for key, value in given.items():
-            check_text(name, key)
-            check_text(f"{name}.{key}" if isinstance(key, str) else name, value)
-    elif isinstance(given, (list, tuple)):
-        for first in given:
-            # A list of tokens or hashes is long; a string in it is refused
-            if isinstance(first, int):
-                return
-            break
-        for value in given:
-            check_text(name, value)
 
 
 def record(decoded: Fields) -> Fields:

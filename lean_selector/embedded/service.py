@@ -30,7 +30,6 @@ from lean_selector.embedded.dialect import (
     Done,
     Fields,
     SelectionCacheConfig,
-    check_text,
     fields_of,
     readiness,
     record,
@@ -557,9 +556,6 @@ def _is_on_a_loop() -> bool:
 
 def _body(kind: type[T], fields: Fields) -> T:
     """Converts the fields to a request body of this kind. Raises ValueError."""
-    for name, value in fields.items():
-        check_text("a field's name", name)
-        check_text(name, value)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

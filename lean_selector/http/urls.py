@@ -60,16 +60,10 @@ def url_at(endpoint: str | None, path: str) -> str | None:
     """Return the URL of `path` on the worker with this endpoint; None if the endpoint is not HTTP.
 
     The endpoint may lack a scheme. A path in the endpoint, such as /v1, is dropped."""
-    if not endpoint:
-        return None
     try:
-        url = urlsplit(_with_scheme(endpoint))
-        if url.scheme not in ("http", "https") or not url.hostname:
-            return None
-        _ = url.port  # raises for an invalid port
+        return endpoint_url(endpoint or "").origin + path
     except ValueError:
         return None
-    return f"{url.scheme}://{url.netloc}{path}"
 
 
 def _with_scheme(endpoint: str) -> str:

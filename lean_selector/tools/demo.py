@@ -112,13 +112,12 @@ class Demo:
                 player = Player(client, self._engines, stopping, "demo")
                 await player.register_workers()
                 await self._traffic(player, service)
-                left = await player.load_left()
             finally:
                 for engine in self._engines.values():
                     engine.close()
                 if self._screen is not None:
                     self._screen.close()
-        return ["", *player.report(left)], player.error_count
+        return ["", *player.report()], player.error_count
 
     def _catch_signals(self) -> None:
         """Makes the first signal end the traffic, and a second signal cancel the run."""

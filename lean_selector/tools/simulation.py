@@ -7,7 +7,7 @@ requests."""
 import heapq
 import random
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import count, pairwise
 from operator import attrgetter
@@ -17,7 +17,6 @@ import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes, u64s
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.overlap import NOTHING, match_by_rank
@@ -179,10 +178,6 @@ class _NoSources:
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
         return ()
-
-    def follow_load(
-        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
-    ) -> None: ...
 
 
 class _Router:

@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import msgspec
 
-from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import (
     EngineModel,
@@ -76,14 +75,6 @@ class _Overlap(msgspec.Struct):
 class _Selection(msgspec.Struct):
     worker_id: int
     overlap: _Overlap
-
-
-class PartitionLoad(msgspec.Struct):
-    """An entry of the answer of GET /loads: load and queue of one model and tenant."""
-
-    loads: list[RankLoadRow]
-    pending_count: int
-    pending_isl_tokens: int
 
 
 # -- playing requests ------------------------------------------------------------------------------
@@ -154,32 +145,12 @@ class Player:
         """Return the answer of GET /fleet."""
         return msgspec.json.decode(await self._client.call("GET", "/fleet"), type=Fleet)
 
-    async def loads(self) -> list[PartitionLoad]:
-        """Return the load of the engines' model from GET /loads."""
-        query = f"/loads?model_name={quote(self._model_name, safe='')}"
-        answer = await self._client.call("GET", query)
-        return msgspec.json.decode(answer, type=list[PartitionLoad])
-
-    async def load_left(self) -> int:
-        """Return the sum of requests, prefill tokens and decode blocks that GET /loads reports.
-
-        The sum is 0 if every reservation was freed and no request is queued."""
-        return sum(
-            part.pending_count
-            + sum(
-                row.active_requests + row.potential_prefill_tokens + row.potential_decode_blocks
-                for row in part.loads
-            )
-            for part in await self.loads()
-        )
-
-    def report(self, left: int) -> list[str]:
-        """Return the lines of the summary. left: the result of load_left() at the end."""
+    def report(self) -> list[str]:
+        """Return the lines of the summary."""
         engines = list(self._engines.values())
         prompt_blocks = max(1, sum(engine.prompt_blocks for engine in engines))
         lines = [
-            f"{self.finished} requests played, {self.calls} calls, {self.error_count} errors,"
-            f" load left at the end: {left}",
+            f"{self.finished} requests played, {self.calls} calls, {self.error_count} errors",
             *(f"  error: {text}" for text in self.errors),
             f"cache hits {hit_rate(engines):.1%} of {prompt_blocks} prompt blocks"
             f" (expected by the service: {self.expected_blocks / prompt_blocks:.1%})",

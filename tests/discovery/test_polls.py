@@ -90,7 +90,7 @@ def test_workers_that_come_and_go_are_polled_and_no_longer() -> None:
     [
         ("http://w:8000", "http://w:8000/health"),
         ("http://w:8000/v1", "http://w:8000/health"),
-        ("https://w/base/", "https://w/health"),
+        ("https://w/base/", "https://w:443/health"),
         ("10.0.0.1:8000", "http://10.0.0.1:8000/health"),
         ("http://[::1]:8000", "http://[::1]:8000/health"),
         ("grpc://w:1", None),
