@@ -8,6 +8,7 @@ models and workers, but never ids chosen by clients, so the number of series is 
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
@@ -138,19 +139,15 @@ class LoopLag:
         self.histogram.add(max(0.0, late_s))
 
 
+@dataclass(eq=False)
 class Family:
     """One metric. Each scrape calls `samples`, which returns a number (a metric without labels) or
     an iterable of samples. The iterable must be a copy, since the scrape reads it in slices."""
 
-    __slots__ = ("help", "kind", "name", "samples")
-
-    def __init__(
-        self, name: str, kind: str, help: str, samples: Callable[[], Number | Iterable[Sample]]
-    ) -> None:
-        self.name = name
-        self.kind = kind  # counter or gauge; histograms are HistogramFamily
-        self.help = help
-        self.samples = samples
+    name: str
+    kind: str  # counter or gauge; histograms are HistogramFamily
+    help: str
+    samples: Callable[[], Number | Iterable[Sample]]
 
     def text(self) -> Iterator[str]:
         yield _head(self.name, self.kind, self.help)
@@ -202,20 +199,13 @@ class FamilyGroup(Generic[T]):
             things = gathered  # the first metric has collected them
 
 
+@dataclass(eq=False)
 class HistogramFamily:
     """A histogram metric. `histograms` returns (labels, bounds, buckets, sum) per series."""
 
-    __slots__ = ("help", "histograms", "name")
-
-    def __init__(
-        self,
-        name: str,
-        help: str,
-        histograms: Callable[[], Iterable[tuple[str, tuple[float, ...], list[int], float]]],
-    ) -> None:
-        self.name = name
-        self.help = help
-        self.histograms = histograms
+    name: str
+    help: str
+    histograms: Callable[[], Iterable[tuple[str, tuple[float, ...], list[int], float]]]
 
     def text(self) -> Iterator[str]:
         name = self.name

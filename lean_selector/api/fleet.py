@@ -5,6 +5,7 @@ the event loop does other work between two steps."""
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector import __version__
@@ -34,24 +35,18 @@ class FleetSources(KvSources, Protocol):
     def each_source(self) -> Iterator[KvSource]: ...
 
 
+@dataclass(eq=False)
 class FleetView:
     """Reads the selector's state for the page /ui. Used only on the event loop's thread."""
 
-    def __init__(
-        self,
-        selector: Selector,
-        sources: FleetSources,
-        state: ServiceState,
-        discoveries: Callable[[], DiscoveryReport] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._selector = selector
-        self._sources = sources
-        self._state = state
-        self._discoveries = discoveries
-        self.clock = clock
-        self._wall = wall
+    selector: Selector
+    sources: FleetSources
+    state: ServiceState
+    discoveries: Callable[[], DiscoveryReport] | None = None
+    clock: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._findings: list[Finding] = []
         # The catalog's revision, and the findings at that time
         self._judged: tuple[int, list[tuple[str, str | None]]] = (-1, [])
@@ -59,12 +54,12 @@ class FleetView:
 
     def empty(self) -> Fleet:
         """Return a Fleet without workers, models and ranks. Method `collect` adds them."""
-        return Fleet(__version__, self._wall(), [], [], [], [])
+        return Fleet(__version__, self.wall(), [], [], [], [])
 
     def collect(self, fleet: Fleet) -> Iterator[None]:
         """Fills `fleet` with the current state of workers, ranks and models, in steps. A change of
         the state between two steps may be missing."""
-        catalog, now = self._selector.catalog, self.clock()
+        catalog, now = self.selector.catalog, self.clock()
         revision = catalog.revision
         workers = catalog.matching(None, None)
         for worker in workers:
@@ -81,7 +76,7 @@ class FleetView:
                 )
             )
             partition = catalog.partitions.get(spec.key)
-            conditions = self._sources.conditions(spec.worker_id, worker.sources)
+            conditions = self.sources.conditions(spec.worker_id, worker.sources)
             by_rank = {each.dp_rank: each for each in conditions}
             for dp_rank in spec.ranks:
                 source = by_rank.get(dp_rank)
@@ -153,7 +148,7 @@ class FleetView:
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
         """Computes in steps the problems that the page shows: findings whose level is not `ok`."""
-        catalog, state, settings = self._selector.catalog, self._state, self._selector.settings
+        catalog, state, settings = self.selector.catalog, self.state, self.selector.settings
         records: list[CheckedWorker] = []
         for worker in workers:
             spec = worker.spec
@@ -175,14 +170,14 @@ class FleetView:
             )
             yield
         sources: list[KvSource] = []
-        for source in self._sources.each_source():
+        for source in self.sources.each_source():
             sources.append(source)
             yield
         facts = SelectorFacts(
             catalog.can_serve() and not state.is_draining,
             records,
             sources,
-            None if self._discoveries is None else self._discoveries(),
+            None if self.discoveries is None else self.discoveries(),
             CheckedReadiness(state.is_recovering, state.state_fault),
         )
         findings: list[Finding] = []
@@ -195,7 +190,7 @@ class FleetView:
     def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
         """Yields the tree of cached prefixes of each of the first 10 pairs of model and tenant, and
         None after each step. `hits`: number of prompts that matched each run (a tree node)."""
-        partitions = list(established(self._selector.catalog, None, None))
+        partitions = list(established(self.selector.catalog, None, None))
         most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
         for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:
             runs = []

@@ -4,6 +4,7 @@ requests arrive while a dump is being made, one further dump is made afterwards 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from lean_selector.api.logs import json_escape
@@ -174,24 +175,20 @@ SLICE_S = 0.001  # as for KV events: other requests wait at most this long, plus
 CallSoon = Callable[[Callable[[], None]], object]
 
 
+@dataclass(eq=False)
 class SlicedAnswers:
-    """Makes a large answer in slices, once for all waiting requests. Only for the loop's thread."""
+    """Makes a large answer in slices, once for all waiting requests. Only for the loop's thread.
 
-    def __init__(
-        self,
-        name: str,
-        parts: Callable[[], Iterator[bytes]],
-        call_soon: CallSoon,
-        content_type: bytes = JSON,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`name` names the answer in the log. `parts` is called for each answer, and returns an
-        iterator over the parts of its body. `call_soon` is the event loop's method."""
-        self._name = name
-        self._new_parts = parts
-        self._call_soon = call_soon
-        self._content_type = content_type
-        self._clock = clock
+    `name` names the answer in the log. `parts` is called for each answer, and returns an iterator
+    over the parts of its body. `call_soon` is the event loop's method."""
+
+    name: str
+    new_parts: Callable[[], Iterator[bytes]]
+    call_soon: CallSoon
+    content_type: bytes = JSON
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self._waiting: set[LaterReply] = set()  # requests for the next answer
         self._served: set[LaterReply] = set()  # requests for the current answer
         self._parts: Iterator[bytes] | None = None
@@ -200,12 +197,12 @@ class SlicedAnswers:
     def answer(self, *, at_once: bool) -> Answer:
         """Return a complete answer if `at_once` (for small bodies), and otherwise a LaterReply."""
         if at_once:
-            return encode_response(200, b"".join(self._new_parts()), self._content_type)
+            return encode_response(200, b"".join(self.new_parts()), self.content_type)
         pending = LaterReply(is_being_made=True)
         pending.on_disconnect = lambda: self._hung_up(pending)
         self._waiting.add(pending)
         if self._parts is None and len(self._waiting) == 1:
-            self._call_soon(self._begin)
+            self.call_soon(self._begin)
         return pending
 
     def _hung_up(self, pending: LaterReply) -> None:
@@ -215,24 +212,24 @@ class SlicedAnswers:
     def _begin(self) -> None:
         if self._parts is None and self._waiting:
             self._served, self._waiting = self._waiting, set()
-            self._made = GrowingResponse(self._content_type)
-            self._parts = self._new_parts()
+            self._made = GrowingResponse(self.content_type)
+            self._parts = self.new_parts()
             self._encode_parts()
 
     def _encode_parts(self) -> None:
         """Encodes parts for SLICE_S seconds. Sends the answer after the last part."""
         assert self._parts is not None
         assert self._made is not None
-        slice_ends = self._clock() + SLICE_S
+        slice_ends = self.clock() + SLICE_S
         try:
             for part in self._parts if self._served else ():
                 self._made.add(part)
-                if self._clock() >= slice_ends:
-                    self._call_soon(self._encode_parts)
+                if self.clock() >= slice_ends:
+                    self.call_soon(self._encode_parts)
                     return
             response: Response | None = self._made.finish()
         except Exception:  # the gate is done with the request, so its rule is applied here
-            _log.exception("%s failed", self._name)
+            _log.exception("%s failed", self.name)
             response = None
         self._made = self._parts = None
         served, self._served = self._served, set()
@@ -242,4 +239,4 @@ class SlicedAnswers:
             else:
                 pending.resolve(response)
         if self._waiting:
-            self._call_soon(self._begin)
+            self.call_soon(self._begin)

@@ -7,6 +7,7 @@ import re
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
 from typing import Final
@@ -68,29 +69,25 @@ class _Listener:
         self.is_behind = True  # it missed events, or is new
 
 
+@dataclass(eq=False)
 class Events:
-    """Sends changes to all clients of GET /events. Used only on the event loop's thread."""
+    """Sends changes to all clients of GET /events. Used only on the event loop's thread.
 
-    def __init__(
-        self,
-        selector: Selector,
-        view: FleetView,
-        call_soon: CallSoon,
-        call_later: Callable[[float, Callable[[], None]], object],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`call_soon` and `call_later` are the event loop's methods."""
-        self._selector = selector
-        self._view = view
-        self._call_soon = call_soon
-        self._call_later = call_later
-        self._clock = clock
+    `call_soon` and `call_later` are the event loop's methods."""
+
+    selector: Selector
+    view: FleetView
+    call_soon: CallSoon
+    call_later: Callable[[float, Callable[[], None]], object]
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self._listeners: dict[_Listener, None] = {}
         self.choices: ChoiceWatch | None = None  # set while a client listens
         self._round: Iterator[None] | None = None
         self._serial = 0  # id of the valid timer; earlier timers are ignored
         self._ranks: dict[tuple[int, int], FleetRank] = {}  # as last sent
-        self._told: Fleet = view.empty()
+        self._told: Fleet = self.view.empty()
         self._told_choices = 0
         self._is_over = False
 
@@ -104,8 +101,8 @@ class Events:
         reply.on_disconnect = lambda: self._leave(listener)
         self._listeners[listener] = None
         if self.choices is None:
-            self._selector.watch = self.choices = ChoiceWatch()
-        self._call_soon(lambda: self._begin(listener))
+            self.selector.watch = self.choices = ChoiceWatch()
+        self.call_soon(lambda: self._begin(listener))
         return reply
 
     def close(self) -> None:
@@ -132,10 +129,10 @@ class Events:
     def _leave(self, listener: _Listener) -> None:
         self._listeners.pop(listener, None)
         if not self._listeners:
-            self._selector.watch = self.choices = self._round = None
+            self.selector.watch = self.choices = self._round = None
             self._serial += 1
             self._ranks = {}
-            self._told = self._view.empty()
+            self._told = self.view.empty()
             self._told_choices = 0
 
     def _start(self) -> None:
@@ -146,18 +143,18 @@ class Events:
 
     def _run_round(self) -> None:
         """Works at most SLICE_S seconds: computes and sends changes. Schedules the rest."""
-        ends, going = self._clock() + SLICE_S, self._round
+        ends, going = self.clock() + SLICE_S, self._round
         if going is None:
             return
         is_over = True
         try:
             for _ in going:
-                if self._clock() >= ends:
+                if self.clock() >= ends:
                     is_over = False
                     break
         finally:
             if not is_over:
-                self._call_soon(self._run_round)
+                self.call_soon(self._run_round)
             elif self._listeners:
                 self._pause()
 
@@ -165,7 +162,7 @@ class Events:
         self._round = None
         serial = self._serial
         pause_s = EVERY_S if len(self._ranks) < _MANY_RANKS else 2 * EVERY_S
-        self._call_later(pause_s, lambda: self._due(serial))
+        self.call_later(pause_s, lambda: self._due(serial))
 
     def _due(self, serial: int) -> None:
         if serial == self._serial:
@@ -173,8 +170,8 @@ class Events:
 
     def _send_changes(self) -> Iterator[None]:
         """Computes the changes since the last call, and sends them to each client, in steps."""
-        fleet, whole, news = self._view.empty(), b"", b""
-        yield from self._view.collect(fleet)
+        fleet, whole, news = self.view.empty(), b"", b""
+        yield from self.view.collect(fleet)
         watch, told, before = self.choices, self._told, self._ranks
         choices = [] if watch is None else list(watch.kept)
         seen = 0 if watch is None else watch.seen
@@ -217,7 +214,7 @@ class Events:
             whole=whole,
             version=fleet.version,
             now=fleet.now,
-            monotonic=self._view.clock(),
+            monotonic=self.view.clock(),
             workers=UNSET if knows_workers else fleet.workers,
             ranks=ranks,
             gone=gone,

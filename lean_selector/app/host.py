@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -175,26 +176,21 @@ def new_zmq_context() -> zmq.asyncio.Context:
     return zmq.asyncio.Context(io_threads=1)
 
 
+@dataclass(eq=False)
 class HttpServer:
-    """Listens on TCP, optionally also on a UNIX socket, and serves one app until it is stopped."""
+    """Listens on TCP, optionally also on a UNIX socket, and serves one app until it is stopped.
 
-    def __init__(
-        self,
-        app: App,
-        connections: Connections,
-        listen: ListenFlags,
-        name: str = "lean-selector",
-        protocol: type[HttpProtocol] = HttpProtocol,
-        port_flag: str = "--port",
-    ) -> None:
-        """`name` is for the log. If the port cannot be bound, the error names `port_flag`."""
-        self._listen = listen
-        self._name = name
-        self._port_flag = port_flag
+    `name` is for the log. If the port cannot be bound, the error names `port_flag`."""
+
+    app: App
+    connections: Connections
+    listen: ListenFlags
+    name: str = "lean-selector"
+    new_protocol: type[HttpProtocol] = HttpProtocol
+    port_flag: str = "--port"
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.connections = connections
-        self._app = app
-        self._new_protocol = protocol
         self._listeners: list[Listener] = []
         self._refusals = 0, 0  # already logged
         self._reloads: list[Callable[[bool], object]] = []
@@ -205,7 +201,7 @@ class HttpServer:
         """Opens the listening sockets and begins to accept connections. Raises StartError."""
         date_header.set(time.time())
         self.connections.sweep(time.monotonic())
-        listen = self._listen
+        listen = self.listen
         tcp_protocol: Callable[[], asyncio.Protocol] = self._protocol
         if listen.tls is not None:
             tls = self._server_tls(listen.tls)
@@ -214,7 +210,7 @@ class HttpServer:
         try:
             tcp = inet_socket(listen.host, listen.port)
         except OSError as error:
-            where = f"{listen.host}:{listen.port} ({self._port_flag})"
+            where = f"{listen.host}:{listen.port} ({self.port_flag})"
             raise StartError(f"{os_reason(error)}: {where}") from None
         port = tcp.getsockname()[1]
         self._listeners.append(Listener(tcp, tcp_protocol, self.connections))
@@ -230,7 +226,7 @@ class HttpServer:
             listener.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal)
-        fields = {"service": self._name, "version": __version__, "host": listen.host, "port": port}
+        fields = {"service": self.name, "version": __version__, "host": listen.host, "port": port}
         if listen.tls is not None:
             fields["tls"] = "on" if listen.tls.client_ca is None else "mutual"
         log.info("listening", extra={**fields, **({"uds": listen.uds} if listen.uds else {})})
@@ -244,7 +240,7 @@ class HttpServer:
             raise StartError(str(error)) from None
 
     def _protocol(self) -> HttpProtocol:
-        return self._new_protocol(self._app, self.connections)
+        return self.new_protocol(self.app, self.connections)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -312,7 +308,7 @@ class HttpServer:
         self.connections.sweep(now)
         self.connections.start_draining()
         is_told = False
-        while now - started < self._listen.drain_s and not self._stop_now.is_set():
+        while now - started < self.listen.drain_s and not self._stop_now.is_set():
             if now - started >= LAST_CALL_S:
                 for listener in self._listeners:
                     listener.close()
@@ -326,7 +322,7 @@ class HttpServer:
                 text = (
                     "stopping: waiting for open responses; a second signal (Ctrl-C) stops at once"
                 )
-                fields = {"connections": len(connections.open), "at_most_s": self._listen.drain_s}
+                fields = {"connections": len(connections.open), "at_most_s": self.listen.drain_s}
                 log.info(text, extra=fields)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_LOOK_S):

@@ -158,7 +158,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
     app = selector_app(parts, connections, log_state, tokens=tokens)
-    server = HttpServer(app, connections, config.listen, protocol=protocol_of(config))
+    server = HttpServer(app, connections, config.listen, new_protocol=protocol_of(config))
     if tokens is not None:
         server.watch(tokens.reload)
     await server.start()

@@ -87,30 +87,26 @@ class StateFile:
     bytes: int = 0  # of the last write
 
 
+@dataclass(eq=False)
 class Persister(Part):
     """Writes the state files. `on_fault` is called with the reason when writing fails, and with
     None when writing succeeds again. Used only on the loop's thread."""
 
-    def __init__(
-        self,
-        directory: StateDirectory,
-        catalog: Contents,
-        reservations: LiveReservations,
-        on_fault: Callable[[str | None], None],
-        interval_s: float = INTERVAL_S,
-    ) -> None:
-        self._directory = directory
-        self._contents = catalog
-        self._interval_s = interval_s
-        self._on_fault = on_fault
-        self._catalog = StateFile(CATALOG, catalog.text, lambda _: [catalog.text()])
-        self._live = StateFile(RESERVATIONS, reservations.revision, reservations.parts)
+    directory: StateDirectory
+    contents: Contents
+    reservations: LiveReservations
+    on_fault: Callable[[str | None], None]
+    interval_s: float = INTERVAL_S
+
+    def __post_init__(self) -> None:
+        self._catalog = StateFile(CATALOG, self.contents.text, lambda _: [self.contents.text()])
+        self._live = StateFile(RESERVATIONS, self.reservations.revision, self.reservations.parts)
         self._live.saved_at = time.monotonic()
-        self.files: Final = self._catalog, self._live
+        self.files = self._catalog, self._live
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._changed.set()  # the catalog is saved once at the start
-        self._seen_revision = catalog.revision
+        self._seen_revision = self.contents.revision
         self._waiting: list[Callable[[], None]] = []  # for the catalog to be on disk
         self.restored = 0  # reservations restored at start
         self.dropped = 0  # reservations that could not be restored
@@ -152,12 +148,12 @@ class Persister(Part):
 
     def note(self) -> None:
         """Schedules saving, because workers, thresholds or peers may have changed."""
-        self._seen_revision = self._contents.revision
+        self._seen_revision = self.contents.revision
         self._changed.set()
 
     def tick(self, now: float) -> None:
         """Call this periodically. Schedules saving if workers changed and nobody called `note`."""
-        if self._contents.revision != self._seen_revision:
+        if self.contents.revision != self._seen_revision:
             self.note()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
@@ -187,12 +183,12 @@ class Persister(Part):
     # -- any file ----------------------------------------------------------------------------------
 
     async def _keep_reservations(self) -> None:
-        pause_s = self._interval_s
+        pause_s = self.interval_s
         while True:
             await asyncio.sleep(pause_s)
             began = time.monotonic()
             await self._save(self._live)
-            pause_s = max(self._interval_s, COST_PAUSE * (time.monotonic() - began))
+            pause_s = max(self.interval_s, COST_PAUSE * (time.monotonic() - began))
 
     async def _save(self, file: StateFile) -> bool:
         """Writes the file if its state has changed. Return False if that failed."""
@@ -209,13 +205,13 @@ class Persister(Part):
                 reason = error.strerror or str(error)
                 log.warning("state is not written", extra={"file": file.name, "reason": reason})
                 file.fault = reason
-            self._on_fault(self.fault)
+            self.on_fault(self.fault)
             return False
         file.saved_at = began
         if file.fault is not None:
             log.info("state is written again", extra={"file": file.name})
             file.fault = None
-            self._on_fault(self.fault)
+            self.on_fault(self.fault)
             other = self._live if file is self._catalog else self._catalog
             other.saved = None  # the disk may be another one
             self._changed.set()
@@ -238,7 +234,7 @@ class Persister(Part):
 
         def write() -> None:
             content = sealed(slices, written_at)
-            self._directory.write(file.name, content)
+            self.directory.write(file.name, content)
             file.bytes = sum(map(len, content))
 
         file.job = in_thread(f"state {file.name}", write)
@@ -260,6 +256,6 @@ class Persister(Part):
         await asyncio.gather(*self._tasks, *jobs, return_exceptions=True)
         for file in self.files:
             await self._save(file)
-        self._directory.close()
+        self.directory.close()
         for then in self._waiting:
             then()

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from lean_selector.api.exposition import Families, by, labels, table, table_of
@@ -37,24 +38,20 @@ Run = Callable[[], Coroutine[object, object, None]]
 SWEEP_S = 0.5
 
 
+@dataclass(eq=False)
 class Discoveries(Part):
-    """Discovers workers and peers. Used only on the event loop's thread."""
+    """Discovers workers and peers. Used only on the event loop's thread.
 
-    def __init__(
-        self,
-        resolve: Resolve,
-        interval_s: float,
-        api: str = "",
-        api_client: OutboundClient | None = None,
-        role_label: str = "",
-    ) -> None:
-        """`interval_s`: seconds between look-ups. Kubernetes services need `api` (URL of the API
-        server) and `api_client`; their `role_label` has the role of their workers."""
-        self._resolve = resolve
-        self._interval_s = interval_s
-        self._api = api
-        self._api_client = api_client
-        self._role_label = role_label
+    `interval_s`: seconds between look-ups. Kubernetes services need `api` (URL of the API server)
+    and `api_client`; their `role_label` has the role of their workers."""
+
+    resolve: Resolve
+    interval_s: float
+    api: str = ""
+    api_client: OutboundClient | None = None
+    role_label: str = ""
+
+    def __post_init__(self) -> None:
         self._finders: list[tuple[Sighting, Run]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.workers: Roster | None = None
@@ -108,27 +105,27 @@ class Discoveries(Part):
 
             return once
         if target.kind == "file":
-            return FileFinder(sighting, target.name, self._interval_s, on_found).run
+            return FileFinder(sighting, target.name, self.interval_s, on_found).run
         if target.kind == "dns" and target.port is not None:
             return DnsFinder(
                 sighting,
                 target.name,
                 int(target.port),
                 target.is_secure,
-                self._interval_s,
-                self._resolve,
+                self.interval_s,
+                self.resolve,
                 on_endpoints,
             ).run
-        assert self._api_client is not None
+        assert self.api_client is not None
         return KubernetesFinder(
             sighting,
-            self._api_client,
-            self._api,
+            self.api_client,
+            self.api,
             target.namespace,
             target.name,
             target.port,
             on_endpoints,
-            self._role_label if finds == "workers" else "",
+            self.role_label if finds == "workers" else "",
         ).run
 
     # -- running -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,42 +26,18 @@ class IterationTimes(msgspec.Struct, frozen=True):
     most_running: int = 256
 
 
+@dataclass(eq=False)
 class SimulatedRequest:
     """A request of a trace, and its outcome. Times are in seconds since the trace's start."""
 
-    __slots__ = (
-        "allowed",
-        "arrived_at",
-        "chain",
-        "ended_at",
-        "fairness_id",
-        "first_token_at",
-        "found_tokens",
-        "held",
-        "hit",
-        "hit_tokens",
-        "isl_tokens",
-        "local_hashes",
-        "output_tokens",
-        "pinned",
-        "request_id",
-        "to_compute",
-        "worker_id",
-    )
+    arrived_at: float
+    isl_tokens: int
+    output_tokens: int
+    local_hashes: bytes  # of full blocks
+    chain: Sequence[int]  # their sequence hashes
 
-    def __init__(
-        self,
-        arrived_at: float,
-        isl_tokens: int,
-        output_tokens: int,
-        local_hashes: bytes,
-        chain: Sequence[int],
-    ) -> None:
-        self.arrived_at = arrived_at
-        self.isl_tokens = isl_tokens
-        self.output_tokens = max(1, output_tokens)
-        self.local_hashes = local_hashes  # of full blocks
-        self.chain = chain  # their sequence hashes
+    def __post_init__(self) -> None:
+        self.output_tokens = max(1, self.output_tokens)
         self.pinned: int | None = None  # the worker that it must go to
         self.allowed: frozenset[int] | None = None
         self.request_id = ""
@@ -91,25 +68,22 @@ class Iteration(msgspec.Struct):
     ended: list[SimulatedRequest] = []
 
 
+@dataclass(eq=False)
 class BatchingEngine:
-    """A simulated engine. `due`: when the current iteration ends; None if the engine is idle."""
+    """A simulated engine. `due`: when the current iteration ends; None if the engine is idle.
 
-    def __init__(
-        self,
-        worker_id: int,
-        capacity_blocks: int,
-        block_size: int,
-        times: IterationTimes,
-        slowness: float = 1.0,
-    ) -> None:
-        """`slowness` multiplies the duration of each iteration of this engine."""
-        self.worker_id = worker_id
-        self.cache = BlockCache(capacity_blocks)
+    `slowness` multiplies the duration of each iteration of this engine."""
+
+    worker_id: int
+    capacity_blocks: int
+    block_size: int
+    times: IterationTimes
+    slowness: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.cache = BlockCache(self.capacity_blocks)
         self.due: float | None = None
         self.computed_tokens = 0
-        self._block_size = block_size
-        self._times = times
-        self._slowness = slowness
         self._waiting: deque[SimulatedRequest] = deque()
         # (iteration in which it ends, serial, request)
         self._running: list[tuple[int, int, SimulatedRequest]] = []
@@ -130,7 +104,7 @@ class BatchingEngine:
 
     def start(self, now: float) -> None:
         """Starts an iteration, if a request is queued or running."""
-        times, made = self._times, Iteration()
+        times, made = self.times, Iteration()
         left = times.most_prompt_tokens
         while self._waiting and left:
             request = self._waiting[0]
@@ -146,7 +120,7 @@ class BatchingEngine:
             self.due = None
             return
         self.computed_tokens += prompt_tokens
-        self._each_s = self._slowness * (
+        self._each_s = self.slowness * (
             times.base_s
             + times.prompt_token_s * prompt_tokens
             + times.running_request_s * len(self._running)
@@ -160,15 +134,13 @@ class BatchingEngine:
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
         """Caches a prompt. Return False if too many requests run, or the cache has no room."""
         busy = len(self._running) + len(made.first_tokens)
-        if busy and (
-            busy >= self._times.most_running or not self.cache.has_room_for(request.chain)
-        ):
+        if busy and (busy >= self.times.most_running or not self.cache.has_room_for(request.chain)):
             return False
         placed = self.cache.hold(request.chain)
         made.evicted += placed.evicted
         request.hit, request.held = placed.hit, placed.hit + placed.stored
         # The last token is always computed, because its output is the first token of the answer.
-        request.hit_tokens = min(placed.hit * self._block_size, request.isl_tokens - 1)
+        request.hit_tokens = min(placed.hit * self.block_size, request.isl_tokens - 1)
         request.to_compute = request.isl_tokens - request.hit_tokens
         return True
 
