@@ -35,8 +35,6 @@ _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 class Refusal:
     """A 401 or 403. `line` is the header `www-authenticate`; `code` is OpenAI's error code."""
 
-    __slots__ = ("code", "line", "status", "text")
-
     def __init__(self, status: int, text: str, attributes: bytes = b"") -> None:
         self.status = status
         self.text = text

@@ -40,8 +40,6 @@ T = TypeVar("T")
 class Histogram:
     """Counts values per bucket. `bounds` are the upper bounds of all buckets but the last."""
 
-    __slots__ = ("bounds", "buckets", "total")
-
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.buckets = [0] * (len(bounds) + 1)
@@ -57,19 +55,6 @@ class RouteMeter:
 
     `others` has the counts of all statuses except 200. Class Gate does not call method `add` but
     has a copy of its code, because a call would double the time that counting takes."""
-
-    __slots__ = (
-        "fastest",
-        "label",
-        "method",
-        "others",
-        "route",
-        "seconds",
-        "shed",
-        "slower",
-        "unknown_models",
-        "unknown_tenants",
-    )
 
     def __init__(self, method: str, route: str) -> None:
         self.method = method
@@ -165,8 +150,6 @@ class Family:
 
 class FamilyGroup(Generic[T]):
     """Several metrics of the same objects, such as ranks. A scrape lists the objects only once."""
-
-    __slots__ = ("families", "things")
 
     def __init__(
         self,

@@ -271,8 +271,6 @@ class JsonLines(logging.Formatter):
 class LineAllowance:
     """How many lines of one kind may still be written now, and how many were suppressed."""
 
-    __slots__ = ("at", "lines", "suppressed")
-
     def __init__(self, lines: float, at: float) -> None:
         self.lines = lines  # lines that may still be written at once
         self.at = at

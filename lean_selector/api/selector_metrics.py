@@ -223,12 +223,6 @@ def _kv_families(sources: KvSourceStates) -> Families:
 class WorkerFigures:
     """The values of one worker's metrics, summed over its ranks."""
 
-    __slots__ = (
-        "counts",
-        "ejected_ranks",
-        "ejected_s",
-    )
-
     def __init__(self, partition: Partition, worker_id: int, now: float) -> None:
         self.counts = RankCounts()
         self.ejected_ranks = 0

@@ -45,8 +45,6 @@ class ServiceState:
     peer. `is_draining`: the service shuts down, but still answers. `state_fault`: why the state
     directory cannot be written."""
 
-    __slots__ = ("is_draining", "is_recovering", "state_fault")
-
     def __init__(self, *, is_recovering: bool = False) -> None:
         self.is_recovering = is_recovering
         self.is_draining = False

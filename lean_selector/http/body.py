@@ -32,8 +32,6 @@ _SIZE, _DATA, _DATA_END, _TRAILERS = range(4)
 class UnboundedBody:
     """A body that ends when the sender closes the connection."""
 
-    __slots__ = ("error", "is_done")
-
     def __init__(self) -> None:
         self.is_done = False
         self.error: HttpError | None = None
@@ -48,8 +46,6 @@ class UnboundedBody:
 
 class SizedBody(UnboundedBody):
     """A body that has a content length of `length` bytes."""
-
-    __slots__ = ("_left",)
 
     def __init__(self, length: int) -> None:
         self.error = None
@@ -68,16 +64,6 @@ class SizedBody(UnboundedBody):
 
 class ChunkedBody(UnboundedBody):
     """A chunked body. Trailers are read and dropped; too many of them are an error."""
-
-    __slots__ = (
-        "_extension_bytes",
-        "_left",
-        "_line",
-        "_max_trailer_bytes",
-        "_most_chunks",
-        "_state",
-        "_trailer_bytes",
-    )
 
     def __init__(
         self, max_trailer_bytes: int = _MAX_TRAILER_BYTES, most_chunks: int = 1 << 62
@@ -169,8 +155,6 @@ class RequestBody:
     """A request's body as far as it has arrived. A body above the limit is read to the end, but not
     stored. A single piece is stored without a copy. Further pieces are appended to a bytearray,
     because appending to bytes copies the whole body each time."""
-
-    __slots__ = ("_max_bytes", "content", "framing", "is_too_large", "wire_bytes")
 
     def __init__(self, length: int, limits: Limits) -> None:
         """`length` is the content length, at least 1, or CHUNKED."""

@@ -62,8 +62,6 @@ _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
 class _Collector:
     """Collects the header fields that tell where an answer ends. httptools calls `on_header`."""
 
-    __slots__ = ("fields",)
-
     def __init__(self) -> None:
         self.fields: dict[bytes, bytes] = {}
 
@@ -77,8 +75,6 @@ class _Collector:
 class _Judged:
     """The parts of an answer's head that do not depend on the request. Cached, because a server's
     answers often have equal heads."""
-
-    __slots__ = ("fault", "is_chunked", "keeps", "length", "lines", "start", "status")
 
     def __init__(self, status: int, text: bytes, keeps: bool) -> None:
         start, _, rest = text.partition(b"\r\n")
@@ -185,23 +181,6 @@ class Receiver(Protocol):
 
 class ClientConnection(asyncio.Protocol):
     """A connection to a server, either idle or with one request."""
-
-    __slots__ = (
-        "_answers_head",
-        "_body",
-        "_has_answer",
-        "_head",
-        "_interim",
-        "_is_long",
-        "_is_paused",
-        "_keeps",
-        "_receiver",
-        "_transport",
-        "_unframes",
-        "heard_at",
-        "requests",
-        "upstream",
-    )
 
     def __init__(self, upstream: "Upstream") -> None:
         self.upstream = upstream
@@ -405,8 +384,6 @@ class ClientConnection(asyncio.Protocol):
 
 class Upstream:
     """A server, and our connections to this server. Used only on the event loop's thread."""
-
-    __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
 
     def __init__(self, text: str, number: int = 0, now: float = 0.0) -> None:
         """`text` is the base URL; `number` is the caller's id of the server. Raises ValueError."""

@@ -26,8 +26,6 @@ class Limits(NamedTuple):
 class HttpError:
     """The status and text of an error answer, after which the connection is closed."""
 
-    __slots__ = ("status", "text")
-
     def __init__(self, status: int, text: str) -> None:
         self.status = status
         self.text = text
@@ -63,18 +61,6 @@ class HeaderBlock:
     """The parsed HTTP version and header section. Read only, because requests with equal sections
     share one object. If `frame` is set, requests that differ only in the content length also share
     this object; `frame.length_in` then returns each request's content length."""
-
-    __slots__ = (
-        "accept",
-        "content_length",
-        "content_type",
-        "expects_continue",
-        "frame",
-        "is_http10",
-        "keep_alive",
-        "reservation_id",
-        "traceparent",
-    )
 
     def __init__(
         self,
@@ -125,8 +111,6 @@ class HeaderBlock:
 class LengthFrame:
     """Text around a content length. Recognizes header sections that differ only in the length."""
 
-    __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
-
     def __init__(self, prefix: bytes, suffix: bytes, block: HeaderBlock) -> None:
         """`prefix` ends just before the first digit of the length. `suffix` is not empty."""
         self._prefix, self._prefix_bytes = prefix, len(prefix)
@@ -173,8 +157,6 @@ HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 class _Collector:
     """The callback for header fields. httptools finds the method by its name, `on_header`."""
-
-    __slots__ = ("on_header",)
 
     def __init__(self, on_header: Callable[[bytes, bytes], object]) -> None:
         self.on_header = on_header
@@ -281,8 +263,6 @@ class CredentialLine:
     The line is recognized by Python's hash (SipHash) of a random key and the line, which is three
     times as fast as the digest of the token. Another line has the same hash with a probability of
     2**-64."""
-
-    __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
 
     def __init__(self, section: bytes) -> None:
         """`section` is a header section with an `authorization` line."""

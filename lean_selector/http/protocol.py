@@ -70,24 +70,6 @@ App = Callable[[Request], bytes | PendingReply]
 
 
 class HttpProtocol(asyncio.Protocol):
-    __slots__ = (
-        "_app",
-        "_connections",
-        "_got_eof",
-        "_holds",
-        "_linger_bytes",
-        "_pending",
-        "_pending_bytes",
-        "_pending_request",
-        "_queue",
-        "_reader",
-        "_reading_paused",
-        "_unwritten_bytes",
-        "held_bytes",
-        "since",
-        "transport",
-    )
-
     transport: asyncio.Transport
 
     def __init__(self, app: App, connections: Connections) -> None:

@@ -71,26 +71,6 @@ class RequestReader:
     After a request with keep_alive false, or once `error` is set, further bytes are ignored.
     `has_unread_input` then tells whether the client may still be sending."""
 
-    __slots__ = (
-        "_blocks",
-        "_body",
-        "_credentials",
-        "_frame",
-        "_head",
-        "_limits",
-        "_max_body_bytes",
-        "_max_head_bytes",
-        "_refuses",
-        "_request",
-        "error",
-        "has_unread_input",
-        "is_finished",
-        "is_unfinished",
-        "notice",
-        "waiting",
-        "wants_continue",
-    )
-
     def __init__(
         self,
         limits: Limits,

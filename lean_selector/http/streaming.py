@@ -109,8 +109,6 @@ _KEPT_LINE: Final = b"connection: keep-alive\r\n"
 
 
 class StreamingProtocol(HttpProtocol):
-    __slots__ = ()
-
     def pause_writing(self) -> None:
         super().pause_writing()
         if isinstance(self._pending, StreamedReply):

@@ -79,27 +79,6 @@ class TlsAcceptor:
 class TlsConnection(asyncio.Protocol):
     """A TLS connection: an asyncio protocol for the socket, a transport for the HTTP protocol."""
 
-    __slots__ = (
-        "_door",
-        "_early",
-        "_got_eof",
-        "_has_said",
-        "_incoming",
-        "_inside",
-        "_is_deaf",
-        "_is_paused",
-        "_is_put_off",
-        "_is_told",
-        "_keeps_open",
-        "_linger_bytes",
-        "_outgoing",
-        "_raw",
-        "_tls",
-        "_writing_paused",
-        "held_bytes",
-        "since",
-    )
-
     _raw: asyncio.Transport
 
     def __init__(self, door: TlsAcceptor) -> None:

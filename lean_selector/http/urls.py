@@ -12,8 +12,6 @@ _PLAIN: Final = re.compile(r"[!-~]+")
 class Url:
     """A parsed http or https URL. The constructor raises ValueError with the reason."""
 
-    __slots__ = ("authority", "host", "is_secure", "port", "target")
-
     def __init__(self, text: str) -> None:
         if _PLAIN.fullmatch(text) is None:
             raise ValueError(f"`{text}` has characters that are invalid in a URL")
