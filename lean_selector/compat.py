@@ -17,8 +17,6 @@ _NAMES = {
 
 
 class _Shim(ModuleType):
-    """A module that stands in for the Dynamo module of the same name."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name, "From lean_selector.compat: only the selection classes.")
         self.__spec__ = ModuleSpec(name, None, is_package=name == "dynamo")

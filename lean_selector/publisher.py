@@ -69,8 +69,6 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 class _EventSink:
-    """The methods that announce cached and dropped blocks. Subclasses send the events."""
-
     def __init__(self, kv_block_size: int) -> None:
         if kv_block_size <= 0:
             raise ValueError("kv_block_size must be greater than 0")

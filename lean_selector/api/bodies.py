@@ -99,7 +99,6 @@ def _prompt_reader(
 
 
 def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """Return a decoder for MessagePack bodies."""
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)

@@ -117,7 +117,6 @@ class Gate:
         return answer
 
     def _refused(self, request: Request, needed: int, route: Route | None = None) -> bytes:
-        """Return the answer 401 or 403 to a request whose token lacks the role `needed`."""
         role = self._roles.get(request.credential, OPEN)
         refusal = refusal_of(request.credential, role, Role(needed))
         if route is not None and route.refused is not None:
@@ -134,7 +133,6 @@ class Gate:
         return reply(404, ErrorBody("route not found"), _WHERE if request.path == b"/" else b"")
 
     def _failed(self, request: Request, meter: RouteMeter, error: Exception, route: Route) -> bytes:
-        """Return the answer to a request whose handler raised `error`."""
         meter.refused(error)
         if isinstance(error, AllWorkersBusy):
             status = self._overload_status

@@ -222,7 +222,6 @@ def _endpoint_faults(worker: Worker, sources: Sources) -> Iterator[str]:
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
-    """Return (field, endpoint, rank) for each KV-event endpoint in a worker's registration."""
     if not spec.kv_events_endpoints and spec.kv_events_endpoint is not None:
         return [("kv_events_endpoint", spec.kv_events_endpoint, spec.ranks.start)]
     return [

@@ -280,7 +280,6 @@ def judge_workers(
 
 
 def _alike(workers: Iterable[CheckedWorker]) -> _Alike:
-    """Groups workers by model and tenant."""
     found: _Alike = {}
     for worker in workers:
         found.setdefault((worker.model_name, worker.tenant_id), []).append(worker)
@@ -302,7 +301,6 @@ def _is_out(worker: CheckedWorker) -> bool:
 
 
 def _judge_health(worker: CheckedWorker) -> Iterator[Finding]:
-    """Yields a finding if the worker has ejected ranks, and one if it has ranks on probation."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
         which = "" if _is_out(worker) else f"{_named(ejected)} "

@@ -67,7 +67,6 @@ def openapi_parts(title: str, routes: Sequence[Route], asks_tokens: bool) -> Ite
 
 
 def _kinds_of(route: Route) -> Iterator[Any]:
-    """Yields the types of a route's body and answers."""
     yield ErrorBody
     if route.sheds:
         yield OverloadBody

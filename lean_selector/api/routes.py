@@ -68,7 +68,6 @@ class Route:
         return _NOTHING if self.body is None else frozenset(self.body.__struct_fields__)
 
     def _answer(self, request: Request, param: bytes | None) -> Answer:
-        """Calls the handler with what the route takes."""
         read_param, read_body = self._read_param, self._read_body
         if read_param is not None:
             assert param is not None

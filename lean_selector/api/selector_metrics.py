@@ -366,8 +366,6 @@ def session_families(partitions: Callable[[], list[Partition]], peers: PeerSessi
 
 
 def _selection_cache_families(cache: SelectionCache) -> Families:
-    """Return metrics of cached choices of `/select`, which a later request can reserve by id."""
-
     def ended() -> list[Sample]:
         counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}
         return by("reason", counts)

@@ -60,8 +60,6 @@ def page() -> tuple[bytes, bytes]:
 
 
 class _Listener:
-    """A client that reads the stream GET /events."""
-
     def __init__(self, reply: StreamedReply) -> None:
         self.reply = reply
         self.is_behind = True  # it missed events, or is new

@@ -42,7 +42,6 @@ def check_worker(allowed: AllowedEndpoints, spec: WorkerSpec) -> None:
 
 
 def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
-    """Yields (field, endpoint) for each HTTP or ZMQ endpoint in a worker's registration."""
     if spec.endpoint:
         yield "endpoint", spec.endpoint
     if spec.kv_events_endpoint:

@@ -148,7 +148,6 @@ def run_selector(config: SelectorConfig) -> None:
 
 
 async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
-    """Runs the selector and serves its API over HTTP."""
     loop = asyncio.get_running_loop()
     tokens = tokens_of(config.listen)
     context = new_zmq_context()

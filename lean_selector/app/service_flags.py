@@ -60,7 +60,6 @@ def _peer(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    """Checks and returns a value of --allow-endpoint. Raises ValueError."""
     _allowed([value])
     return value
 

@@ -436,7 +436,6 @@ def _take(directory: StateDirectory, patience_s: float) -> None:
 
 
 def _found_peers(finding: "Discoveries | None") -> Callable[[], Collection[str]]:
-    """Return a function that returns the endpoints of the peers that discovery has added."""
     roster = None if finding is None else finding.peers
     if roster is None:
         return lambda: ()

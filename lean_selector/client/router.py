@@ -535,7 +535,6 @@ def _check_size(scope: Scope, selected: Selected) -> None:
 
 
 def _is_passed_over(error: WorkerError) -> bool:
-    """Whether another worker should be tried because this one is unreachable, busy or starting."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)

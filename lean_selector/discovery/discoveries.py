@@ -223,7 +223,6 @@ class Discoveries(Part):
 
 
 async def _recorded(sighting: Sighting, run: Run) -> None:
-    """Runs the search at one target. An exception is recorded in `sighting`, and raised again."""
     try:
         await run()
     except Exception as error:

@@ -281,7 +281,6 @@ class Roster:
         self._withdraw(known)
 
     def _withdraw(self, known: KnownWorker) -> None:
-        """Removes a worker's registration from the catalog if discovery made it."""
         spec, known.spec = known.spec, None
         known.state = WorkerState.ASKING
         if spec is None:

@@ -229,8 +229,6 @@ _ARGUMENTS = {
 
 
 class _Parser(OneLineParser):
-    """Parses flags. For an error, raises ValueError instead of ending the process."""
-
     def error(self, message: str) -> NoReturn:
         flag, colon, fault = message.removeprefix("argument ").partition(": ")
         raise ValueError(
@@ -555,7 +553,6 @@ def _is_on_a_loop() -> bool:
 
 
 def _body(kind: type[T], fields: Fields) -> T:
-    """Converts the fields to a request body of this kind. Raises ValueError."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

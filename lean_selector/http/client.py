@@ -205,7 +205,6 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _is_sent(self) -> bool:
-        """Whether the whole request has been written."""
         return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     @property

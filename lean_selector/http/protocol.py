@@ -225,7 +225,6 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def _has_more(self) -> bool:
-        """Whether unhandled requests or unread bytes are left."""
         return bool(self._queue) or bool(self._reader.waiting)
 
     def _take(self, data: bytes) -> None:
@@ -238,7 +237,6 @@ class HttpProtocol(asyncio.Protocol):
         self._serve()
 
     def _serve(self) -> None:
-        """Answer queued requests in a single write. Stop at a request whose answer comes later."""
         queue = self._queue
         replies: list[Response] = []
         reply_bytes = 0
@@ -395,7 +393,6 @@ class HttpProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer with an HTTP error, and close the connection."""
         self.transport.write(
             encode_response(
                 error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
@@ -417,7 +414,6 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
 
     def _free_queued(self) -> None:
-        """Free the memory of requests that will not be handled."""
         self._queue.clear()
         self._reader.drop()
         self._connections.held_bytes -= self.held_bytes

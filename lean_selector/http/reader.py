@@ -347,7 +347,6 @@ class RequestReader:
 
 
 def _each_occurs_once(names: list[bytes], text: bytes) -> bool:
-    """Whether each header name of `names` occurs only once in the header section `text`."""
     lines = text.lower()
     return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
 

@@ -25,8 +25,6 @@ class MethodNotAllowed:
 
 
 class _Resource(Generic[T]):
-    """The routes of one path: method -> value, in the order of declaration."""
-
     def __init__(self) -> None:
         self.by_method: dict[bytes, Match[T]] = {}
         self.method_not_allowed = MethodNotAllowed(b"")

@@ -189,7 +189,6 @@ class TlsConnection(asyncio.Protocol):
         self._door.connections.make_room()
 
     def _free_early(self) -> None:
-        """Free the input received during the handshake."""
         self._door.connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
         self._early = bytearray()
@@ -294,7 +293,6 @@ class TlsConnection(asyncio.Protocol):
             self._raw.resume_reading()
 
     def _read(self, inside: asyncio.Protocol) -> None:
-        """Decrypt the received records. Pass their contents to the HTTP protocol in one piece."""
         tls, incoming = self._tls, self._incoming
         pieces: list[bytes] = []
         is_over = is_broken = False

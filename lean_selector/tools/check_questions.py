@@ -82,7 +82,6 @@ class AskedSelector:
             raise NotASelector(error.message) from None
 
     async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
-        """Return the answer of GET `path`, or None if the service does not have this route."""
         try:
             return await self._fetch(path, kind)
         except OutboundFailed as error:
@@ -91,7 +90,6 @@ class AskedSelector:
             raise
 
     async def _fetch(self, path: str, kind: type[T]) -> T:
-        """Return the decoded answer of GET `path`. Raises OutboundFailed and NotASelector."""
         url = f"{self.url}{path}"
         try:
             text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)

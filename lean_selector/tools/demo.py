@@ -173,7 +173,6 @@ class Demo:
             await self._draw(player, now - started, rate)
 
     async def _draw(self, player: Player, elapsed_s: float, calls_per_s: float) -> None:
-        """Prints the totals. On a terminal, also draws the fleet as `lean-selector top` does."""
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
         p50_ms, p99_ms = percentile(recent, 0.50) * 1e3, percentile(recent, 0.99) * 1e3
         totals = (

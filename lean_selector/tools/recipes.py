@@ -56,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _near(name: str, known: list[str]) -> list[str]:
-    """Return at most three known names that contain `name` or are spelled alike."""
     wanted = name.strip("/").lower()
     holding = [each for each in known if wanted and wanted in each.lower()]
     return (holding or get_close_matches(name, known, n=3))[:3]

@@ -81,7 +81,6 @@ def _row_of(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> R
 
 
 def _average(rows: Sequence[Row]) -> Row:
-    """Averages the results of several simulations of the same requests."""
     return Row(
         rows[0].name,
         [fmean(each) for each in zip(*(row.ttft_s for row in rows), strict=True)],

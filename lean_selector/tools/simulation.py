@@ -181,8 +181,6 @@ class _NoSources:
 
 
 class _Router:
-    """A selector of a simulation. `publish` sends this selector's reservations to the others."""
-
     def __init__(
         self,
         number: int,
