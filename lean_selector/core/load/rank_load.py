@@ -1,29 +1,19 @@
 """The load of one rank: the total weight of its blocks, and its counts."""
 
-from math import floor, frexp
+from math import floor
 from typing import Final
 
 from lean_selector.core.rank_bits import RankKey
-
-# -- the total weight of one rank's blocks ---------------------------------------------------------
-# The total weight of one rank's blocks (spec: selection.md section 6).
-#
-# A rank's decode load is its number of distinct blocks, of which some count as a fraction. The
-# reference adds the fractions one by one in f64, and its rounding errors decide ties: 10 blocks at
-# 0.85 print as 8. This code computes the same result without visiting each block.
 
 
 class BlockWeights:
     """How many blocks of a rank have each weight other than 1: weight -> number of blocks."""
 
-    __slots__ = ("_counted", "_missing", "counts")
+    __slots__ = ("_missing", "counts")
 
     def __init__(self) -> None:
         self.counts: dict[float, int] = {}  # 0 <= weight < 1, count >= 1
-        self._missing: float | None = (
-            None  # sum of (1 - weight) over these blocks, approximately; None: outdated
-        )
-        self._counted = 0  # sum of `counts`; valid with `_missing`
+        self._missing: float | None = None  # sum of (1 - weight) over these blocks; None: outdated
 
     def move(self, old: float, new: float, blocks: int) -> None:
         """Change the weight of `blocks` blocks from `old` to `new`. Weight 1.0 is not stored."""
@@ -41,51 +31,14 @@ class BlockWeights:
             counts[new] = counts.get(new, 0) + blocks
 
     def rounded_total(self, distinct_blocks: int) -> int:
-        """Return the total weight of a rank's blocks, rounded half away from zero.
-
-        `distinct_blocks` is the number of the rank's blocks, whatever their weight. The weights are
-        added in ascending order. In Dynamo their order varies, and so can the total."""
-        missing = self._missing
-        if missing is None:
-            missing = self._missing = _shortfall(self.counts)
-            self._counted = sum(self.counts.values())
-        total = distinct_blocks - missing
-        # Each block's two operations err by at most half an ulp of distinct_blocks, `missing` by
-        # less. Only if the total is that close to a half, the reference's exact sum is needed.
-        doubt = (self._counted + 4) * distinct_blocks * 2.0**-51
-        if abs(total - floor(total) - 0.5) <= doubt:
-            total = float(distinct_blocks)
-            for weight in sorted(self.counts):
-                total = _weigh_one_by_one(total, weight, self.counts[weight])
-        whole = floor(total)
-        return whole + 1 if total - whole >= 0.5 else whole
-
-
-def _shortfall(counts: dict[float, int]) -> float:
-    missing = 0.0  # a loop, because sum() of floats rounds differently since Python 3.12
-    for weight, blocks in counts.items():
-        missing += blocks * (1.0 - weight)
-    return missing
-
-
-def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
-    """Return `total` after `blocks` repetitions of `total = total - 1.0 + weight`, in f64.
-
-    While the total stays between two powers of two, each step changes it by the same amount. (Ties
-    are rounded to even, and 1 is an even number of ulps.) So one product replaces most steps. The
-    product is exact, because it is a whole number of ulps, fewer than 2**53."""
-    while blocks:
-        total = total - 1.0 + weight
-        blocks -= 1
-        step = (total - 1.0 + weight) - total
-        if step == 0.0:
-            break
-        power_below = 2.0 ** (frexp(total)[1] - 1)
-        same = min(blocks, int((total - 1.0 - power_below) / -step))
-        if same > 0:
-            total += same * step
-            blocks -= same
-    return total
+        """Return the total weight of a rank's blocks, rounded half away from zero (spec:
+        selection.md section 6). `distinct_blocks` is their number, whatever their weight."""
+        if self._missing is None:
+            missing = 0.0
+            for weight, blocks in self.counts.items():
+                missing += blocks * (1.0 - weight)
+            self._missing = missing
+        return floor(distinct_blocks - self._missing + 0.5)
 
 
 class LoadBucket:
