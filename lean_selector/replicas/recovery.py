@@ -26,14 +26,7 @@ from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, reason, succeeded
 from lean_selector.tasks import in_thread
 from lean_selector.wire.dump import BadEvent, decode_event, split_dump
-from lean_selector.wire.dump_shapes import (
-    ClearedRank,
-    DumpedPartition,
-    DumpEvent,
-    LearnedRank,
-    RemovedBlocks,
-    StoredBlocks,
-)
+from lean_selector.wire.dump_shapes import DumpedPartition, LearnedRank, StoredBlocks
 
 # -- one GET from a peer ---------------------------------------------------------------------------
 
@@ -104,7 +97,7 @@ _LOGGED_PROBLEMS = 10  # problems logged per peer; a broken dump may have millio
 # 12 million blocks of 86 bytes, more than one process should index. Memory can hold this twice.
 MAX_DUMP_BYTES = 1 << 30
 
-RankEvents = dict[RankKey, list[DumpEvent]]
+RankEvents = dict[RankKey, list[StoredBlocks]]
 
 
 @dataclass(eq=False)
@@ -240,7 +233,7 @@ class Recovery:
                 _learn(partition.index, rank, dumped.learned[rank]).is_tentative = False
 
     async def _apply_rank(
-        self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
+        self, dumped: DumpedPartition, rank: RankKey, events: list[StoredBlocks]
     ) -> bool:
         """Apply the dump's events of a rank to our index. Return False if the rank is skipped."""
         waiting: dict[int, list[StoredBlocks]] = {}  # missing parent -> blocks below it
@@ -253,9 +246,6 @@ class Recovery:
             if partition is None:
                 return False
             event, index = ready.pop(), partition.index
-            if not isinstance(event, StoredBlocks):
-                _forget(index, event)
-                continue
             result = index.store(
                 *rank, event.tier, event.parent_hash, event.block_hashes, event.local_hashes
             )
@@ -314,10 +304,3 @@ def _learn(index: KvIndex, rank: RankKey, learned: LearnedRank) -> LearnedFacts:
     facts.reports_hits = learned.reports_hits
     facts.announced.extend(map(tuple, learned.announced))
     return facts
-
-
-def _forget(index: KvIndex, event: RemovedBlocks | ClearedRank) -> None:
-    if isinstance(event, ClearedRank):
-        index.clear(event.worker_id, event.dp_rank)
-    else:
-        index.remove(event.worker_id, event.dp_rank, event.tier, event.block_hashes)

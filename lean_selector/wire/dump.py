@@ -20,18 +20,13 @@ from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.wire.dump_shapes import (
     Block,
-    ClearedRank,
-    DomainTierEvent,
     DumpedPartition,
-    DumpEvent,
     Event,
     LearnedBlocks,
     LearnedRank,
     Names,
     PartitionDump,
     ReadEntry,
-    ReadTierEvent,
-    RemovedBlocks,
     Stored,
     StoredBlocks,
     StoredData,
@@ -125,21 +120,23 @@ def _events(runs: Iterator[list[StoredRun]], as_1_6: bool) -> Iterator[bytes]:
         yield b",".join(part)
 
 
-def _tier_event(run: StoredRun, event_id: int, as_1_6: bool) -> TierEvent | DomainTierEvent:
+def _tier_event(run: StoredRun, event_id: int, as_1_6: bool) -> TierEvent:
     blocks = [
         Block(block_hash, tokens_hash)
         for block_hash, tokens_hash in zip(run.block_hashes, run.tokens_hashes, strict=True)
     ]
-    data = StoredData(Stored(run.parent_hash, None, blocks))
-    event = Event(event_id, data, run.dp_rank)
-    tier = _TIER_NAMES[run.tier]
-    if as_1_6:
-        return DomainTierEvent(run.worker_id, tier, "worker", event)
-    if run.salts is None and run.again is None:
-        return TierEvent(run.worker_id, tier, event)
-    salts = UNSET if run.salts is None else run.salts
-    learned = LearnedBlocks(salts, UNSET if run.again is None else run.again)
-    return TierEvent(run.worker_id, tier, event, learned)
+    learned: LearnedBlocks | UnsetType = UNSET
+    if not as_1_6 and (run.salts is not None or run.again is not None):
+        salts = UNSET if run.salts is None else run.salts
+        learned = LearnedBlocks(salts, UNSET if run.again is None else run.again)
+    data = StoredData(Stored(parent_hash=run.parent_hash, blocks=blocks))
+    return TierEvent(
+        worker_id=run.worker_id,
+        storage_tier=_TIER_NAMES[run.tier],
+        residency_domain="worker" if as_1_6 else UNSET,
+        event=Event(event_id=event_id, data=data, dp_rank=run.dp_rank),
+        learned=learned,
+    )
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -157,7 +154,7 @@ _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
 _decode_entry = msgspec.json.Decoder(ReadEntry).decode
 _decode_watermarks = msgspec.json.Decoder(dict[str, int]).decode
 _decode_learned = msgspec.json.Decoder(dict[str, LearnedRank]).decode
-_decode_tier_event = msgspec.json.Decoder(ReadTierEvent).decode
+_decode_tier_event = msgspec.json.Decoder(TierEvent).decode
 
 T = TypeVar("T")
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -216,7 +213,7 @@ def _by_rank(raw: Raw | UnsetType, decode: Callable[[Raw], dict[str, T]]) -> dic
     return found
 
 
-def decode_event(raw: Raw) -> DumpEvent:
+def decode_event(raw: Raw) -> StoredBlocks:
     """Decode one event of a dump. Raises BadEvent."""
     try:
         return _event(_decode_tier_event(raw))
@@ -224,32 +221,23 @@ def decode_event(raw: Raw) -> DumpEvent:
         raise BadEvent(str(error)) from None
 
 
-def _event(read: ReadTierEvent) -> DumpEvent:
-    worker_id, dp_rank = read.worker_id, read.event.dp_rank or 0
+def _event(read: TierEvent) -> StoredBlocks:
+    worker_id, stored = read.worker_id, read.event.data.stored
     tier = _TIERS.get(read.storage_tier or "device")
-    data = read.event.data
     if worker_id > U64_MAX:
         raise BadEvent("worker_id beyond 64 bits")
     if tier is None:
         raise BadEvent(f"unknown storage_tier `{read.storage_tier}`")
-    if isinstance(data, str):
-        if data != "cleared":
-            raise BadEvent(f"unknown data `{data}`")
-        return ClearedRank(worker_id, dp_rank)
-    if data.stored is not UNSET:
-        blocks, parent_hash = data.stored.blocks, data.stored.parent_hash
-        if parent_hash is not None:
-            _hashes([parent_hash])
-        names = _hashes([block.block_hash for block in blocks])
-        local = struct.pack(f"<{len(blocks)}Q", *_hashes([block.tokens_hash for block in blocks]))
-        for again in read.learned.again or ():
-            _hashes(again)
-        return StoredBlocks(worker_id, dp_rank, tier, parent_hash, names, local, read.learned)
-    if data.removed is not UNSET:
-        return RemovedBlocks(worker_id, dp_rank, tier, _hashes(data.removed.block_hashes))
-    if data.cleared is not UNSET:
-        return ClearedRank(worker_id, dp_rank)
-    raise BadEvent("data of no known kind")
+    blocks, parent_hash = stored.blocks, stored.parent_hash
+    if parent_hash is not None:
+        _hashes([parent_hash])
+    names = _hashes([block.block_hash for block in blocks])
+    local = struct.pack(f"<{len(blocks)}Q", *_hashes([block.tokens_hash for block in blocks]))
+    learned = LearnedBlocks() if read.learned is UNSET else read.learned
+    for again in learned.again or ():
+        _hashes(again)
+    dp_rank = read.event.dp_rank or 0
+    return StoredBlocks(worker_id, dp_rank, tier, parent_hash, names, local, learned)
 
 
 def _hashes(hashes: Sequence[int]) -> "array[int]":

@@ -27,36 +27,6 @@ class PartitionDump(msgspec.Struct, frozen=True):
     learned: Callable[[RankKey], LearnedFacts | None] = lambda _: None
 
 
-class Block(msgspec.Struct, frozen=True, gc=False):
-    """One block that a rank has cached, in an event of GET /dump."""
-
-    block_hash: int
-    tokens_hash: int
-    mm_extra_info: None = None
-
-
-class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that a rank has cached, in an event of GET /dump."""
-
-    parent_hash: int | None
-    start_position: None
-    blocks: list[Block]
-
-
-class StoredData(msgspec.Struct, frozen=True, gc=False):
-    """The content of an event in GET /dump: blocks that a rank has cached."""
-
-    stored: Stored
-
-
-class Event(msgspec.Struct, frozen=True, gc=False):
-    """An event of one rank in GET /dump."""
-
-    event_id: int
-    data: StoredData
-    dp_rank: int
-
-
 class LearnedBlocks(msgspec.Struct, frozen=True, gc=False):
     """What else the engine's events have shown of an event's blocks (see `StoredRun`). The
     reference ignores it."""
@@ -65,22 +35,48 @@ class LearnedBlocks(msgspec.Struct, frozen=True, gc=False):
     again: Sequence[Sequence[int]] | UnsetType = UNSET
 
 
-class TierEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event in GET /dump, together with its worker and the tier of its blocks."""
+# -- an event, as it is written and read. Only fields without a default must be there. -------------
 
-    worker_id: int
-    storage_tier: str
+
+class Block(msgspec.Struct, frozen=True, gc=False):
+    """One block that a rank has cached."""
+
+    block_hash: int
+    tokens_hash: int
+    mm_extra_info: object = None  # as in the two below, we write null, and ignore what is there
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """Consecutive blocks that a rank has cached."""
+
+    parent_hash: int | None = None
+    start_position: object = None
+    blocks: list[Block]
+
+
+class StoredData(msgspec.Struct, frozen=True, gc=False):
+    """The content of an event. The reference also reads removals and clears; no dump has them."""
+
+    stored: Stored
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """An event of one rank."""
+
+    event_id: object = None
+    data: StoredData
+    dp_rank: U32 | None = None
+
+
+class TierEvent(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """An event, together with its worker and the tier of its blocks. `residency_domain` is in dumps
+    of Dynamo 1.6, and always "worker"."""
+
+    worker_id: NonNegative
+    storage_tier: str | None = None
+    residency_domain: str | UnsetType = UNSET
     event: Event
     learned: LearnedBlocks | UnsetType = UNSET
-
-
-class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """A `TierEvent` in the layout of Dynamo 1.6. `residency_domain` is always "worker"."""
-
-    worker_id: int
-    storage_tier: str
-    residency_domain: str
-    event: Event
 
 
 class LearnedRank(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -129,20 +125,6 @@ class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
     learned: LearnedBlocks
 
 
-class RemovedBlocks(msgspec.Struct, frozen=True, gc=False):
-    worker_id: int
-    dp_rank: int
-    tier: Tier
-    block_hashes: "array[int]"
-
-
-class ClearedRank(msgspec.Struct, frozen=True, gc=False):
-    worker_id: int
-    dp_rank: int
-
-
-DumpEvent = StoredBlocks | RemovedBlocks | ClearedRank
-
 _BlockSize = Annotated[int, Meta(ge=1, le=2**32 - 1)]
 
 
@@ -153,35 +135,3 @@ class ReadEntry(msgspec.Struct):
     tenant_id: str | None = None
     watermarks: Raw | UnsetType = UNSET
     learned: Raw | UnsetType = UNSET
-
-
-class ReadBlock(msgspec.Struct, gc=False):
-    block_hash: int
-    tokens_hash: int
-
-
-class ReadStored(msgspec.Struct, gc=False):
-    blocks: list[ReadBlock]
-    parent_hash: int | None = None
-
-
-class ReadRemoved(msgspec.Struct, gc=False):
-    block_hashes: list[int]
-
-
-class ReadData(msgspec.Struct, gc=False):
-    stored: ReadStored | UnsetType = UNSET
-    removed: ReadRemoved | UnsetType = UNSET
-    cleared: Raw | UnsetType = UNSET
-
-
-class ReadEvent(msgspec.Struct, gc=False):
-    data: ReadData | str  # "cleared" may also be a plain string
-    dp_rank: U32 | None = None
-
-
-class ReadTierEvent(msgspec.Struct, gc=False):
-    worker_id: NonNegative
-    event: ReadEvent
-    storage_tier: str | None = None
-    learned: LearnedBlocks = LearnedBlocks()

@@ -300,7 +300,7 @@ class Play(RandomPlay):
         if draw < 0.65:
             self._both("POST", f"/reservations/{quoted(name)}/prefill_complete")
         else:
-            fraction = self._rng.choice([None, None, 0.0, 0.25, 0.5, 0.85, 1.0, 1.5, -1, "x"])
+            fraction = self._rng.choice([None, None, 0.0, 0.25, 0.5, 0.8, 1.0, 1.5, -1, "x"])
             body = {} if fraction is None else {"decay_fraction": fraction}
             self._both("POST", f"/reservations/{quoted(name)}/output_block", body)
 

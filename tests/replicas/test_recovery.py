@@ -74,10 +74,6 @@ def stored(*hashes: int, parent: int | None = None, **where: Any) -> object:
     return event({"stored": {"parent_hash": parent, "blocks": blocks}}, **where)
 
 
-def removed(*hashes: int, **where: Any) -> object:
-    return event({"removed": {"block_hashes": list(hashes)}}, **where)
-
-
 def dump_of(*events: object, block_size: int = SIZE, **more: Any) -> dict[str, object]:
     more.setdefault("learned", {rank: {} for rank in more.get("watermarks", ())})
     return {"m:t": {"block_size": block_size, "events": list(events), **more}}
@@ -311,21 +307,6 @@ async def test_blocks_of_all_tiers_and_ranks_wait_for_their_worker(of: Service) 
     of.register()
     assert (was_established, of.partition.established) == (False, True)
     assert of.index is index
-
-
-@inside(service)
-async def test_removed_and_cleared_are_honoured_in_their_order(of: Service) -> None:
-    await recovered(
-        of,
-        stored(1, 2, 3),
-        removed(3),
-        stored(7, tier="disk"),
-        removed(7),  # of the device tier, where it is not
-        stored(1, worker_id=8),
-        event("cleared", worker_id=8),
-        stored(2, worker_id=8),
-    )
-    assert (of.blocks(), of.blocks(tier=Tier.DISK), of.blocks(8)) == (2, 1, 1)
 
 
 @inside(service)

@@ -11,11 +11,8 @@ from msgspec import Raw
 from lean_selector.core.index.shapes import StoredRun, Tier, Watermark
 from lean_selector.wire.dump import BadEvent, NotADump, decode_event, encode_dump, split_dump
 from lean_selector.wire.dump_shapes import (
-    ClearedRank,
     DumpedPartition,
     PartitionDump,
-    RemovedBlocks,
-    StoredBlocks,
 )
 
 SAMPLES: dict[str, dict[str, Any]] = json.loads(
@@ -107,7 +104,6 @@ def to_write(of: DumpedPartition) -> PartitionDump:
     """What was read, to be written."""
     runs = []
     for found in map(decode_event, of.events):
-        assert isinstance(found, StoredBlocks)
         where = found.worker_id, found.dp_rank, found.tier, found.parent_hash
         local = struct.unpack(f"<{len(found.local_hashes) // 8}Q", found.local_hashes)
         runs.append(StoredRun(*where, tuple(found.block_hashes), local))
@@ -203,22 +199,11 @@ BLOCK = {"block_hash": 1, "tokens_hash": 2}
 
 def test_what_may_be_left_out_has_its_default_and_unknown_keys_are_passed_over() -> None:
     found = decode_event(Raw(b'{"worker_id":9,"event":{"data":{"stored":{"blocks":[]}}}}'))
-    assert isinstance(found, StoredBlocks)
     assert (found.worker_id, found.dp_rank, found.tier) == (9, 0, Tier.DEVICE)
     assert found.parent_hash is None
     extra = {**BLOCK, "mm_extra_info": {"mm_objects": []}, "x": 1}
     found = decode_event(event(stored(extra, start_position=7, y=[]), z={}))
-    assert isinstance(found, StoredBlocks)
     assert list(found.block_hashes) == [1]
-
-
-def test_removed_blocks_and_a_cleared_rank_are_read() -> None:
-    found = decode_event(event({"removed": {"block_hashes": [1, U64]}}, storage_tier="disk"))
-    assert isinstance(found, RemovedBlocks)
-    assert (found.tier, list(found.block_hashes)) == (Tier.DISK, [1, U64])
-    forms: list[object] = ["cleared", {"cleared": None}, {"cleared": {}}]
-    for data in forms:
-        assert decode_event(event(data, dp_rank=2)) == ClearedRank(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +222,8 @@ def test_removed_blocks_and_a_cleared_rank_are_read() -> None:
         event(stored({"block_hash": "1", "tokens_hash": 2})),
         event(stored({"block_hash": 1})),
         event(stored(BLOCK, parent_hash=-1)),
-        event({"removed": {"block_hashes": [-1]}}),
+        event({"removed": {"block_hashes": [1]}}),
+        event({"cleared": None}),
         event({"stored": None}),
         event({"moved": {}}),
         event("stored"),
