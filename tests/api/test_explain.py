@@ -96,15 +96,6 @@ def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: InProcess) -> No
     }
 
 
-def test_a_booking_is_explained_by_the_loads_before_it(service: InProcess) -> None:
-    service.add_worker(1)
-    status, answer = service.post("/select_and_reserve", prompt())
-    assert status == 200
-    assert answer["explain"]["drawn"] == "only_candidate"
-    assert answer["explain"]["ranks"][0]["active_decode_blocks"] == 0
-    assert service.get("/loads")[1][0]["loads"][0]["potential_decode_blocks"] == 4
-
-
 @pytest.mark.parametrize(
     ("narrowed", "filtered"),
     [

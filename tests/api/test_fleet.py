@@ -186,15 +186,6 @@ def test_runs_that_prompts_share_come_before_what_follows_them() -> None:
     assert len(below) == 3
 
 
-def test_a_run_of_which_a_rank_holds_a_part_counts_that_part() -> None:
-    looked = Looked(2)
-    looked.store(1, [1, 2, 3, 4])
-    looked.store(2, [1, 2])
-    (tree,) = looked.get("/prefixes")
-    assert sum(run["held_blocks"] for run in tree["runs"]) == 6
-    assert tree["runs"][0]["holders"] == 2
-
-
 def test_a_large_index_is_told_in_part() -> None:
     looked = Looked(1)
     for first in range(1, 3 * MOST_RUNS):
@@ -273,13 +264,6 @@ def test_a_stop_ends_the_streams_and_no_more_begin() -> None:
     assert late.transport.take().startswith(b"HTTP/1.1 503 ")
 
 
-def test_a_head_request_does_not_listen() -> None:
-    looked = Looked(1)
-    status, headers, _ = (*looked.http.request("HEAD", "/events"), None)
-    assert (status, headers) == (200, None)
-    assert looked.selector.watch is None
-
-
 # -- choices ---------------------------------------------------------------------------------------
 
 
@@ -341,15 +325,6 @@ def test_of_many_choices_some_are_explained_and_all_are_counted() -> None:
         looked.now += EVERY_S
         looked.http.post("/select", body)
     assert len(watch.kept) == MOST_KEPT
-
-
-def test_a_choice_that_cannot_be_booked_is_none() -> None:
-    looked = Looked(1)
-    looked.select([1], reservation_id="r")
-    watch = told(looked)
-    body = {"model_name": "m", "token_ids": [1], "reservation_id": "r"}
-    assert looked.http.post("/select_and_reserve", body)[0] == 409
-    assert len(watch.kept) == 0
 
 
 def test_runs_have_their_hits_while_somebody_listens() -> None:

@@ -146,26 +146,6 @@ def test_a_registration_says_so_in_a_header_and_nowhere_else(service: RunningSer
     assert (status, warning, record["lifecycle"]) == (200, None, "schedulable")
 
 
-def test_the_endpoint_of_another_worker_is_named_until_it_goes(service: RunningService) -> None:
-    endpoint = "tcp://127.0.0.1:2"
-    first = worker(10, kv_events_endpoint=endpoint)
-    second = worker(11, kv_events_endpoint=endpoint)
-    assert sent(service, "POST", "/workers", first)[1] is None
-    assert sent(service, "POST", "/workers", first)[1] is None  # again
-    warning = sent(service, "POST", "/workers", second)[1]
-    assert warning == f"kv_events_endpoint {endpoint} is also that of worker 10 dp_rank 0"
-    assert service.request("DELETE", "/workers/10")[0] == 200
-    assert sent(service, "POST", "/workers", second)[1] is None
-    ranks = worker(
-        12, data_parallel_size=2, kv_events_endpoints={"0": "tcp://w:7", "1": "tcp://w:7"}
-    )
-    warning = sent(service, "POST", "/workers", ranks)[1]
-    assert warning == (
-        "kv_events_endpoints[0] tcp://w:7 is also that of worker 12 dp_rank 1; "
-        "kv_events_endpoints[1] tcp://w:7 is also that of worker 12 dp_rank 0"
-    )
-
-
 def warned(service: RunningService, body: dict[str, object]) -> str | None:
     """What the registration of a worker warns of; the worker is gone again."""
     status, warning, _ = sent(service, "POST", "/workers", body)

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
-from tests.support.gates import InProcess, selection_gate, selection_service
 from tests.support.prometheus_tools import scrape
-from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, SCOPE, Loads, Member, mesh
+from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
 from tests.support.running_service import RunningService, free_port, wait_until
 from tests.support.threaded_server import ThreadedServer, send
 
@@ -46,34 +44,6 @@ def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> N
             shown_everywhere(members, [(0, 3), (0, 0)])
             ending.free("r")
             shown_everywhere(members, IDLE)
-
-
-@pytest.mark.parametrize(
-    ("body", "tracks", "tokens"),
-    [
-        ({"effective_prefill_tokens": 48}, True, 48),
-        ({"effective_prefill_tokens": 48, "override": False}, True, 48),
-        ({}, True, None),
-        ({"override": False}, False, None),
-        ({"override": True}, True, None),
-    ],
-)
-def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
-    body: dict[str, object], tracks: bool, tokens: int | None
-) -> None:
-    """As Dynamo 1.3.1 publishes the same requests."""
-    published: list[ReplicaEvent] = []
-    service = InProcess(selection_gate(service=selection_service(publish=published.append)))
-    worker = {"worker_id": 7, "endpoint": "http://w", "block_size": 16}
-    assert service.post("/workers", worker)[0] == 201
-    fields = {"worker_id": 7, "isl_tokens": 48, "sequence_hashes": HASHES, **body}
-    if "override" in fields:
-        override = {"track_prefill_tokens": fields.pop("override")}
-        fields["router_config_override"] = override
-    assert service.post("/reservations", {**fields, "reservation_id": "r"})[0] == 201
-    (event,) = published
-    assert event.kind is EventKind.ADD
-    assert (event.spec.track_prefill_tokens, event.spec.prefill_tokens) == (tracks, tokens)
 
 
 # -- catch-up --------------------------------------------------------------------------------------
@@ -244,60 +214,6 @@ def test_what_was_lost_is_mended_where_the_owner_can_be_asked(owners: str, liste
             owner.free("stays")
             member.shows(IDLE)
             assert missed_by(member) == 3
-
-
-def test_what_another_replica_never_heard_the_end_of_is_not_taken_from_it() -> None:
-    with Member("tracker") as owner:
-        owner.register()
-        with (
-            wire(owner) as to_third,
-            wire(owner) as lossy,
-            listener("tracker", to_third) as third,
-            listener("tracker", lossy, third, owner) as member,
-        ):
-            third.hears(owner)
-            member.hears(owner)
-            owner.add("a phantom elsewhere")
-            third.shows([BOOKED, (0, 0)])
-            member.shows([BOOKED, (0, 0)])
-            to_third.loses.set()
-            owner.free("a phantom elsewhere")
-            member.shows(IDLE)
-            third.shows([BOOKED, (0, 0)])
-            lossy.loses.set()
-            owner.add("begins unheard", 1)
-            member.shows([(0, 0), BOOKED])
-            caught_up = member.detail()["catch_up"]
-            assert caught_up["booked"] == 1
-
-
-GONE = ("DELETE", "/workers/7", None)
-INCOMPLETE = ("POST", "/workers", {**SCOPE, "worker_id": 7, "block_size": 16})
-UNREGISTERED = ("POST", "/unregister", {**SCOPE, "worker_id": 7})
-
-
-@pytest.mark.parametrize(
-    ("kind", "flap"),
-    [("selector", GONE), ("selector", INCOMPLETE), ("tracker", UNREGISTERED)],
-    ids=["gone", "incomplete", "unregistered"],
-)
-def test_a_worker_that_flaps_keeps_the_load_that_peers_put_on_it(
-    kind: str, flap: tuple[str, str, dict[str, object] | None]
-) -> None:
-    with Member(kind) as owner:
-        owner.register()
-        urls = ["--replica-sync-catch-up", f"http://127.0.0.1:{owner.port}"]
-        with Member(kind, *urls, peers=[owner.endpoint]) as member:
-            member.register()
-            member.hears(owner)
-            owner.add("r")
-            member.shows([BOOKED, (0, 0)])
-            assert member.request(*flap)[0] in (200, 201)
-            assert BOOKED not in member.loads()
-            member.register()
-            member.shows([BOOKED, (0, 0)])
-            owner.free("r")
-            member.shows(IDLE)
 
 
 def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:

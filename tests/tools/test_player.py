@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from itertools import islice, pairwise
 
 import msgspec
 import pytest
 
-from lean_selector.tools.service_process import HttpClient, ServiceError
+from lean_selector.tools.service_process import HttpClient
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
-from lean_selector.tools.traffic import Player, conversations
+from lean_selector.tools.traffic import Player
 from tests.support.outbound_server import response, serving
 
 REQUEST = make_request("a/b", list(range(48)), 32, 1, 16)
@@ -108,30 +107,3 @@ def test_a_refused_step_is_counted_and_the_reservation_still_freed(
     assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
     assert (player.finished, player.error_count, engine.active) == (0, 1, 0)
     assert any("404 lost" in line for line in player.report())
-
-
-def test_a_choice_that_is_not_one_of_ours_is_an_error(
-    scripted: ScriptedService, engine: SimulatedEngine
-) -> None:
-    scripted.answers["POST /select_and_reserve"] = selection(9)
-    player = play(scripted, engine)
-    assert player.errors == ["the service chose worker 9, which is not ours"]
-
-
-def test_a_worker_that_lacks_something_is_an_error(
-    scripted: ScriptedService, engine: SimulatedEngine
-) -> None:
-    answer = b'{"worker_id":1,"lifecycle":"incomplete","not_schedulable_reasons":["x","y"]}'
-    scripted.answers["POST /workers"] = 201, answer
-    with pytest.raises(ServiceError, match="worker 1 is incomplete: x; y"):
-        play(scripted, engine)
-
-
-def test_a_turn_begins_with_all_of_the_turn_before() -> None:
-    turns = [turn.request for turn in islice(conversations(0, 0), 30)]
-    goes_on = [
-        list(later.tokens)[: len(earlier.tokens)] == earlier.tokens
-        for earlier, later in pairwise(turns)
-    ]
-    assert 0 < goes_on.count(False) < 10  # where a new conversation begins
-    assert len({turn.request_id for turn in turns}) == 30

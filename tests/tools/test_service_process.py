@@ -11,9 +11,7 @@ from lean_selector.tools import service_process
 from lean_selector.tools.service_process import (
     HttpClient,
     ServiceError,
-    check_port,
     running_service,
-    wait_until_healthy,
 )
 from tests.support.on_loop import on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
@@ -22,56 +20,6 @@ from tests.support.outbound_server import Serve, hangs, response, says, serving
 def child_pids() -> set[str]:
     pid = os.getpid()
     return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-
-
-def test_a_free_port_is_none_that_a_connection_could_be_given_meanwhile() -> None:
-    assert 31_000 <= check_port(0) < 32_768
-
-
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("print('first'); print('last words'); raise SystemExit(3)", "exit code 3: last words"),
-        ("raise SystemExit(0)", "exit code 0, without a word"),
-        ("import time; time.sleep(600)", "the service does not answer"),
-    ],
-)
-@on_loop
-async def test_a_child_that_ends_is_noticed_with_its_last_words_and_a_silent_one_given_up(
-    program: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if "answer" in words:
-        monkeypatch.setattr(service_process, "START_TIMEOUT_S", 0.1)
-    with pytest.raises(ServiceError, match=words):
-        async with running_service([sys.executable, "-c", program]) as service:
-            await wait_until_healthy(HttpClient("http://127.0.0.1:1"), service, lambda: False)
-
-
-@pytest.mark.parametrize(
-    ("program", "words"),
-    [
-        ("print('gone')", "ended with exit code 0: gone"),
-        ("import time; time.sleep(600)", "GET /loads: 500"),
-    ],
-)
-@on_loop
-async def test_a_broken_call_is_explained_by_the_end_of_the_child_if_it_has_ended(
-    program: str, words: str
-) -> None:
-    async def use() -> None:
-        async with running_service([sys.executable, "-c", program]) as service:
-            if words.startswith("ended"):  # it is waited for, but not for long
-                await service._process.wait()
-            raise ServiceError("GET /loads: 500")
-
-    with pytest.raises(ServiceError, match=words):
-        await use()
-
-
-@on_loop
-async def test_waiting_ends_when_the_program_stops() -> None:
-    async with running_service([sys.executable, "-c", "import time; time.sleep(600)"]) as service:
-        await wait_until_healthy(HttpClient("http://127.0.0.1:1"), service, lambda: True)
 
 
 @pytest.mark.parametrize("impatient", [False, True], ids=["timed out", "cancelled"])
