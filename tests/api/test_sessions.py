@@ -10,10 +10,8 @@ from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import SessionSettings
 from tests.support.gates import InProcess, selection_gate, selection_service
-from tests.support.prometheus_tools import parsed, scrape, value
-from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService
 
-ON = ("--session-affinity-ttl-secs", "60", "--use-kv-events", "false")
 VECTORS = json.loads(
     (Path(__file__).parents[1] / "data" / "session_affinity_frames.json").read_text()
 )
@@ -99,42 +97,3 @@ def test_bookings_and_releases_are_told_as_by_the_reference(
         ], step["caused_by"]
         compared += len(told)
     assert compared >= 5
-
-
-def test_a_replica_that_catches_up_takes_sessions_over_also_of_workers_that_come_later() -> None:
-    port = free_port()
-    with RunningService(*ON, "--replica-sync-port", str(port)) as running:
-        first = Fleet(running)
-        assert first.book("a", "s", allowed_worker_ids=[1])[0] == 200
-        there = first.select("s")
-        status, listed = first.request("GET", "/replica_sync/sessions")
-        assert status == 200
-        (session,) = listed["sessions"]
-        assert (session["session_id"], session["worker_id"], session["idle_s"]) == ("s", 1, 0.0)
-        flags = (
-            *("--replica-sync-port", str(free_port())),
-            *("--replica-sync-peers", f"tcp://127.0.0.1:{port}"),
-            *("--replica-sync-catch-up", f"http://127.0.0.1:{running.port}"),
-        )
-        with RunningService(*ON, *flags) as late:
-            wait_until(lambda: "1 sessions at" in late.log(), "the list was taken")
-            second = Fleet(late)
-            late.reserve("busy", 1, 900, model_name="m", dp_rank=there[1])
-            wait_until(lambda: second.select("s") == there, "the session is known")
-            assert late.request("DELETE", "/workers/1")[0] == 200  # at this replica alone
-            late.add_worker(1, model_name="m", block_size=4, data_parallel_size=2)
-            late.reserve("busy again", 1, 900, model_name="m", dp_rank=there[1])
-            wait_until(lambda: second.select("s") == there, "it is known again")
-            names = iter(range(10_000))
-
-            def is_heard() -> bool:
-                assert first.book(f"try {next(names)}", "t", allowed_worker_ids=[1])[0] == 200
-                return second.select("t")[0] == 1
-
-            wait_until(is_heard, "what is bound later is heard of")
-            heard = parsed(scrape(late.port))
-            assert value(heard, "lean_selector_replica_sessions_total", result="bound") > 0
-        scope = 'model="m",tenant_id="default"'
-        assert f'lean_selector_sessions{{{scope},state="held"}} 2' in scrape(running.port)
-        bound = f'lean_selector_session_bookings_total{{{scope},result="bound"}} 2'
-        assert bound in scrape(running.port)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lean_selector.app.state_files import opened
 from tests.app.kept_selector import is_free
-from tests.support.asked import prompt, worker
+from tests.support.asked import prompt
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -84,36 +84,6 @@ def test_a_killed_slot_tracker_knows_what_it_answered(tmp_path: Path) -> None:
     with service:
         assert [service.get(path) for path in ("/workers", "/loads")] == told
         assert service.post("/free", {"model_name": "m", "request_id": "r"})[0] == 200
-
-
-def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live_again(
-    tmp_path: Path,
-) -> None:
-    ends = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    other = RunningService(
-        *("--replica-sync-bind", ends[1], "--replica-sync-peers", ends[0]), env=NO_EVENTS
-    )
-    with other:
-        sync = ("--replica-sync-bind", ends[0], "--replica-sync-peers", ends[1])
-        catch_up = ("--replica-sync-catch-up", f"http://127.0.0.1:{other.port}")
-        with selector(tmp_path, *sync, *catch_up) as service:
-            for each in (service, other):
-                each.add_worker()
-            wait_until(lambda: hears(other, service), "it is heard")
-            service.book("kept")
-            assert service.stop()[0] == 0
-        with service:
-            assert live(tmp_path) == {"kept"}
-            wait_until(lambda: hears(other, service), "it is heard again")
-            service.book("lost")
-            wait_until(lambda: other.active() == 2, "its peer holds both")
-            kill(service)
-        with service:
-            wait_until(lambda: service.active() == 2, "its peer has told what was lost")
-            wait_until(lambda: hears(other, service), "it is heard again")
-            for reservation_id in ("kept", "lost"):
-                assert service.end(reservation_id) == 200
-            wait_until(lambda: other.active() == 0, "its peer has heard of both ends")
 
 
 def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None:
@@ -225,35 +195,3 @@ def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_pat
         kill(service)
     with service:
         assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
-
-
-def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
-    """They are there at once, leave when they are not found any more, and one that was deleted over
-    HTTP stays away."""
-    found, state = tmp_path / "workers.json", tmp_path / "state"
-
-    def write(*worker_ids: int) -> None:
-        new = tmp_path / "new"
-        new.write_text(json.dumps([worker(each, model_name="m") for each in worker_ids]))
-        new.rename(found)
-
-    def ids(service: RunningService) -> list[int]:
-        return [each["worker_id"] for each in service.get("/workers")[1]]
-
-    flags = ("--discover", f"file:{found}", "--discover-interval-secs", "0.05")
-    grace = ("--discover-grace-secs", "0.2")
-    write(1, 2, 3)
-    with selector(state, *flags, *grace) as service:
-        wait_until(lambda: ids(service) == [1, 2, 3], "they are found")
-        assert service.request("DELETE", "/workers/3")[0] == 200
-        service.add_worker(9, model_name="m")
-        kill(service)
-    found.rename(tmp_path / "away")
-    with service:  # the discovery fails: what it found holds
-        assert ids(service) == [1, 2, 9]
-        write(1, 3)
-        wait_until(lambda: ids(service) == [1, 9], "who is not found leaves")
-        assert service.get("/discovery")[1]["workers"][1]["state"] == "removed"
-        kill(service)
-    with selector(state) as service:  # nothing is discovered any more
-        assert ids(service) == [9]

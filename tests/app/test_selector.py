@@ -144,26 +144,6 @@ def test_waiting_requests_are_told_that_the_service_stops() -> None:
                 assert told.count('{"error":"endpoint subscriber shutdown"}') == count
 
 
-def test_nothing_is_reserved_for_a_client_whose_end_has_come_but_was_not_read() -> None:
-    """While the process is stopped, capacity is freed, then a client that waits closes."""
-    flags = ("--drain-secs", "3600", "--queue-threshold", "1")
-    with RunningService(*flags, env=NO_EVENTS) as service:
-        service.add_worker(max_num_batched_tokens=1)
-        service.book("a")
-        with Connection(service.port) as freeing, Connection(service.port) as waiting:
-            assert freeing.exchange().startswith(b"HTTP/1.1 200 ")
-            waiting.post("/select_and_reserve", {**PROMPT, "reservation_id": "b"})
-            wait_until(lambda: pending(service) == 1, "a request is queued")
-            service.process.send_signal(signal.SIGSTOP)
-            freeing.send(b"DELETE /reservations/a HTTP/1.1\r\nhost: x\r\n\r\n")
-            waiting.socket.close()
-            service.process.send_signal(signal.SIGCONT)
-            assert freeing.read().startswith(b"HTTP/1.1 200 ")
-        wait_until(lambda: pending(service) == 0, "who has gone is not queued")
-        assert service.request("DELETE", "/reservations/b")[0] == 404
-        assert service.stop()[0] == 0
-
-
 def test_a_request_that_crosses_the_signal_is_answered(tmp_path: Path) -> None:
     """The process is stopped while it comes, on connections old and new: nothing is by chance."""
     path = tmp_path / "s"
@@ -217,47 +197,7 @@ def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path)
     assert not path.exists()
 
 
-def test_connections_beyond_the_most_are_refused_and_counted() -> None:
-    with RunningService("--max-connections", "2", env=NO_EVENTS) as service:
-
-        def admitted() -> Connection:
-            """A connection that is let in: one closed before may not be given up yet."""
-            tried: list[Connection] = []
-
-            def is_let_in() -> bool:
-                tried.append(Connection(service.port))
-                if tried[-1].exchange().startswith(b"HTTP/1.1 200 "):
-                    return True
-                tried[-1].socket.close()
-                return False
-
-            wait_until(is_let_in, "a place is free")
-            return tried[-1]
-
-        with admitted():
-            with admitted(), Connection(service.port) as third:
-                answer = third.exchange()
-                assert answer.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
-                assert answer.endswith(b'{"error":"too many connections"}')
-                assert third.read_all() == ""
-            with admitted() as again:
-                again.send(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                metrics = again.read_all()
-    assert "\nlean_selector_http_connections 2\n" in metrics
-    assert re.search(r"\nlean_selector_http_connections_refused_total [1-9]", metrics)
-
-
 # -- what the clock does ---------------------------------------------------------------------------
-
-
-def test_who_waits_too_long_is_told_so() -> None:
-    flags = ("--queue-threshold", "1", "--queue-max-wait-secs", "0.05")
-    with RunningService(*flags, env=NO_EVENTS) as service:
-        service.add_worker(max_num_batched_tokens=1)
-        service.book("a")
-        told = {"error": "no worker became free within 0.05 seconds"}
-        assert service.post("/select", PROMPT) == (503, told)
-        assert pending(service) == 0
 
 
 def test_ports_are_chosen_and_named_when_0_is_asked_for() -> None:

@@ -69,51 +69,6 @@ async def test_a_request_goes_through_its_life_and_leaves_nothing(
 
 
 @in_process
-async def test_select_then_reserve_books_what_was_chosen(service: SelectionService) -> None:
-    await service.upsert_worker(worker())
-    chosen = await service.select(ask("kept"))
-    assert chosen["selection_id"] == "kept"
-    await shows(service, {FIRST: (0, 0, 0)})
-    booked = await service.create_reservation({"selection_id": "kept"})
-    assert booked == {
-        "selection_id": "kept",
-        "model_name": "default",
-        "routing_group": "default",
-        "worker_id": FIRST,
-        "dp_rank": 0,
-        "endpoint": f"ray://replica-{FIRST}",
-    }
-    await shows(service, {FIRST: (10, 2, 1)})
-    status, kind, _ = await refusal(service.create_reservation({"selection_id": "kept"}))
-    assert (status, kind) == (404, "not_found")
-
-
-@in_process
-async def test_a_booking_is_repeated_elsewhere_from_what_was_answered(
-    service: SelectionService,
-) -> None:
-    """What Ray's tracker does with the other ingress replicas."""
-    await service.upsert_worker(worker())
-    first = await service.select_and_reserve(ask("a"))
-    await service.free_reservation("a")
-    copy = {
-        "model_name": "default",
-        "tenant_id": "default",
-        "selection_id": "a",
-        "expected_output_tokens": None,
-        **{
-            name: first[name]
-            for name in (
-                *("worker_id", "dp_rank", "sequence_hashes", "isl_tokens"),
-                "effective_prefill_tokens",
-            )
-        },
-    }
-    await service.create_reservation(copy)
-    await shows(service, {FIRST: (10, 2, 1)})
-
-
-@in_process
 async def test_what_an_engine_publishes_is_found(service: SelectionService) -> None:
     with KvEventPublisher(kv_block_size=BLOCK_SIZE, endpoint="tcp://127.0.0.1:0") as publisher:
         await service.upsert_worker(worker(kv_events_endpoints={0: publisher.endpoint}))
@@ -131,25 +86,6 @@ async def test_what_an_engine_publishes_is_found(service: SelectionService) -> N
         assert selection["overlap"]["longest_matched"] == 8
         snapshot = await service.indexer_snapshot()
         assert len(snapshot["default:default"]["events"]) == 1
-
-
-@in_process
-async def test_refusals_say_their_status_and_kind(service: SelectionService) -> None:
-    status, kind, _ = await refusal(service.select(ask()))
-    assert (status, kind) == (503, "not_ready")
-    await service.upsert_worker(worker())
-    status, kind, _ = await refusal(service.select(ask(allowed_worker_ids=[1])))
-    assert (status, kind) == (503, "scheduler")
-    await service.select_and_reserve(ask("a"))
-    status, kind, _ = await refusal(service.select_and_reserve(ask("a")))
-    assert (status, kind) == (409, "conflict")
-    for asked in (
-        service.prefill_complete("never"),
-        service.free_reservation("never"),
-        service.delete_worker(77),
-        service.patch_worker(77, {"total_kv_blocks": 1}),
-    ):
-        assert (await refusal(asked))[:2] == (404, "not_found")
 
 
 @in_process
@@ -271,38 +207,6 @@ async def test_what_is_no_sequence_of_integers_is_refused_by_name(
             await service.select(ask(token_ids=tokens()))
     with pytest.raises(ValueError, match="object"):  # behind what is an integer
         await service.select(ask(token_ids=[1, object()]))
-
-
-@in_process
-async def test_workers_change_and_go_with_what_they_hold(service: SelectionService) -> None:
-    await service.upsert_worker(worker())
-    changed = await service.patch_worker(FIRST, {"kv_events_endpoints": {0: "tcp://h:1"}})
-    assert changed["kv_events_endpoints"] == {0: "tcp://h:1"}
-    await service.select_and_reserve(ask("a"))
-    assert (await service.delete_worker(FIRST))["worker_id"] == FIRST
-    assert (await refusal(service.free_reservation("a")))[0] == 404
-    assert service.ready()["ready"] is False
-
-
-@in_process
-async def test_after_shutdown_nothing_is_chosen_any_more(service: SelectionService) -> None:
-    await service.upsert_worker(worker())
-    service.shutdown()
-    service.shutdown()
-    for asked in (
-        service.select(ask()),
-        service.select_and_reserve(ask("a")),
-        service.create_reservation({"selection_id": "a"}),
-        service.upsert_worker(worker(SECOND)),
-    ):
-        assert await refusal(asked) == (503, "not_ready", "selection service is shutting down")
-
-
-@in_process
-async def test_peers_are_refused_while_replica_sync_is_off(service: SelectionService) -> None:
-    assert service.list_replica_peers() == []
-    with pytest.raises(RuntimeError, match="replica sync is disabled"):
-        await service.register_replica_peer("tcp://127.0.0.1:1")
 
 
 @in_process

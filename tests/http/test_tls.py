@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from lean_selector.http.response import encode_response
 from tests.http.live_server import (
     GET,
     OURS,
@@ -26,7 +25,6 @@ from tests.http.tls_client import TlsClient, raw
 from tests.support.certificates import Authority
 from tests.support.on_loop import on_loop, until
 
-PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
 STRANGERS = Authority()
 TRUSTING = OURS.client()
 
@@ -47,29 +45,6 @@ def failures(server: Server) -> dict[str, int]:
 
 
 # -- what is said in its own way -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["close", "reset", "farewell", "end without farewell"])
-@on_tls
-async def test_a_hang_up_while_waiting_is_noticed(server: Server, how: str) -> None:
-    client = await client_of(server)
-    await client.shake_hands()
-    client.writer.write(client.sealed(PARK + GET))
-    parked = await server.parked.get()
-    assert not server.hung_up.is_set()
-    if how == "close":
-        client.say_farewell()
-        client.writer.close()
-    elif how == "reset":
-        client.writer.transport.abort()
-    elif how == "farewell":
-        client.say_farewell()
-    else:
-        client.writer.write_eof()
-    await server.hung_up.wait()
-    parked.resolve(encode_response(200, b"nobody reads this"))
-    await until(lambda: not server.connections.open)
-    assert server.handled == 1
 
 
 @on_tls

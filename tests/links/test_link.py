@@ -186,24 +186,6 @@ async def test_the_heartbeats_of_a_peer_are_answered() -> None:
 
 
 @on_loop
-async def test_a_publisher_that_comes_back_is_found_again() -> None:
-    async with publisher() as pub:
-        endpoint = endpoint_of(pub)
-    async with Heard(endpoint) as heard:
-        await until(lambda: heard.link.retries >= 2)
-        assert heard.link.error == "Connection refused"
-        for _ in range(2):
-            async with publisher(endpoint) as pub:
-                assert await pub.recv() == b"\x01"
-                await until(lambda: heard.link.state is LinkState.CONNECTED)
-                await pub.send(b"here")
-                await until(lambda: heard.messages == [[b"here"]])
-                heard.messages.clear()
-            await until(lambda: heard.link.state is not LinkState.CONNECTED)
-            assert heard.link.error
-
-
-@on_loop
 async def test_a_listener_that_appears_is_heard_without_waiting_for_an_attempt_of_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -297,21 +279,6 @@ def names(**addresses: list[str]) -> Resolver:
 
 
 @on_loop
-async def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
-    """An engine listens in one family; its name often has both."""
-    async with publisher() as pub:
-        resolver = names(engine=["::1", "127.0.0.1"])
-        async with Heard(f"tcp://engine:{port_of(pub)}", Links(resolver=resolver)) as heard:
-            assert await pub.recv() == b"\x01"
-            await until(lambda: heard.link.state is LinkState.CONNECTED)
-            assert heard.states == [
-                LinkState.RESOLVING,
-                LinkState.CONNECTING,
-                LinkState.CONNECTED,
-            ]
-
-
-@on_loop
 async def test_a_listener_that_appears_at_any_address_of_a_name_is_found_without_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -347,40 +314,6 @@ async def test_what_listens_at_another_address_of_a_name_and_is_no_engine_is_pas
             assert await pub.recv() == b"\x01"
         for other in others:
             other.close()
-
-
-@on_loop
-async def test_a_name_gains_an_address_while_another_refuses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("lean_selector.links.names.HOLDS_S", 0.0)
-    monkeypatch.setattr(module, "LOOK_FIRST_S", 0.01)
-    addresses = ["127.0.0.1"]
-    async with publisher() as pub:
-        port = port_of(pub)
-    async with Heard(f"tcp://engine:{port}", Links(resolver=names(engine=addresses))) as heard:
-        await until(lambda: heard.link.error == "Connection refused")
-        addresses.append("127.0.0.2")
-        async with publisher(f"tcp://127.0.0.2:{port}") as pub:
-            assert await pub.recv() == b"\x01"
-
-
-@on_loop
-async def test_a_name_is_looked_up_again_when_its_connection_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("lean_selector.links.names.HOLDS_S", 0.0)
-    addresses = ["127.0.0.1"]
-    async with publisher("tcp://127.0.0.1:*") as first:
-        port = port_of(first)
-        async with Heard(f"tcp://engine:{port}", Links(resolver=names(engine=addresses))) as heard:
-            await first.recv()
-            addresses[:] = ["127.0.0.2"]  # it moves
-            async with publisher(f"tcp://127.0.0.2:{port}") as second:
-                first.context.destroy(linger=0)
-                assert await second.recv() == b"\x01"
-                await second.send(b"moved")
-                await until(lambda: heard.messages == [[b"moved"]])
 
 
 @on_loop

@@ -542,24 +542,6 @@ async def test_the_engines_whole_replay_replaces_what_was_recovered(
         assert engine.asked == [0]
 
 
-@inside(service)
-async def test_a_batch_that_comes_before_the_replay_counts_in_the_replay(of: Service) -> None:
-    async with Engine(SERVED) as engine:
-        await engine.store(0, 0)
-        await recovered(of, *as_engine(0, STALE))
-        engine.may_answer.clear()
-        of.follow(engine)
-        await engine.subscribed()
-        await engine.store(1)
-        await engine.remove(0)
-        await until(lambda: of.subscriptions.statuses()[0].messages == 2, "both came early")
-        engine.may_answer.set()
-        await until(lambda: of.subscriptions.statuses()[0].state == "live", "all is replayed")
-        assert of.blocks() == len(engine.blocks) == 2
-        await engine.remove(0)
-        await until(lambda: of.blocks() == 1, "the second copy is gone")
-
-
 @pytest.mark.parametrize("replays", [SERVED, ""])
 @inside(service)
 async def test_without_a_whole_replay_the_blocks_stay_until_removed_once(
@@ -598,51 +580,6 @@ async def test_the_first_batch_of_an_engine_drops_what_was_recovered(of: Service
         await engine.store(1)
         await until(lambda: of.blocks() == 1, "it has just begun")
         assert of.subscriptions.statuses()[0].state == "live"
-
-
-@inside(service)
-async def test_an_engine_whose_second_batch_comes_first_may_hold_more(of: Service) -> None:
-    async with Engine() as engine:
-        engine.seq = 1
-        await recovered(of, *as_engine(0, 1, STALE))
-        of.follow(engine)
-        await engine.subscribed()
-        await engine.remove(1)
-        await until(lambda: of.blocks() == 2, "it went")
-        source = of.subscriptions.statuses()[0]
-        assert source.state == "partial"
-        assert "copied from a peer" in (source.problem or "")
-
-
-@inside(service)
-async def test_blocks_of_batches_that_came_during_the_dump_count_once(of: Service) -> None:
-    """The peer had applied batch 1 when the dump began, and batch 3 when it ended."""
-    async with Engine(SERVED) as engine:
-        await engine.store(0, 1, 2, 3)
-        learned = {"1:0": {"until": 3}}
-        await recovered(of, *as_engine(0, 1, 2), watermarks={"1:0": 1}, learned=learned)
-        of.follow(engine)
-        await engine.subscribed()
-        await engine.store(0)
-        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): at(4)}, "all")
-        for block in range(4):
-            await engine.remove(block)
-        await until(lambda: of.blocks() == 1, "block 0 alone is there twice")
-        assert engine.blocks == {0}
-        assert engine.asked == [1]
-
-
-@inside(service)
-async def test_what_was_unknown_to_the_peer_is_unknown_here(of: Service) -> None:
-    async with Engine(SERVED) as engine:
-        await engine.store(0, 1, 2)
-        learned = {"1:0": {"unknown": 2, "until": 2}}
-        await recovered(of, *as_engine(0), watermarks={"1:0": 1}, learned=learned)
-        of.follow(engine)
-        await engine.subscribed()
-        mark = Watermark(2, 2, 2)
-        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): mark}, "all")
-        assert of.subscriptions.statuses()[0].state == "partial"
 
 
 @inside(service)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.hashing import block_hashes, sequence_hashes
+from lean_selector.core.hashing import block_hashes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
@@ -39,22 +39,6 @@ def book(body: dict[str, Any] | str, block_size: int = 4, is_eagle: bool = False
 
 
 # -- the hash form ---------------------------------------------------------------------------------
-
-
-def test_hashes_are_signed_and_keep_their_bits() -> None:
-    values = [I64_MIN, -1, 0, 1, I64_MAX]
-    prompt = select({"block_hashes": values, "sequence_hashes": values[::-1], "isl_tokens": 7})
-    assert signed(prompt.local_hashes) == values
-    assert signed(prompt.sequence_hashes()) == values[::-1]
-    assert (prompt.sequence_count, prompt.isl_tokens) == (5, 7)
-    assert signed(prompt.first_sequence_hash) == [I64_MAX]
-
-
-def test_nothing_relates_the_length_to_the_number_of_hashes() -> None:
-    for hashes, isl in ([], 5), ([1, 2, 3], 1), ([1], 1600):
-        prompt = select({"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": isl})
-        assert (prompt.sequence_count, prompt.isl_tokens) == (len(hashes), isl)
-        assert prompt.sequence_hashes() == prompt.local_hashes
 
 
 TOO_LONG = "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991"
@@ -91,52 +75,9 @@ def test_a_prompt_is_checked_in_the_documented_order(
     assert caught.value.message == error
 
 
-def test_a_booking_takes_what_a_selection_refuses() -> None:
-    """No tokens, and lists of two lengths."""
-    for more in ({}, {"block_hashes": [1, 2]}):
-        prompt = book({"sequence_hashes": [1], "isl_tokens": 0, **more})
-        assert (prompt.sequence_count, prompt.isl_tokens, prompt.local_hashes) == (1, 0, b"")
-
-
 # -- tokens ----------------------------------------------------------------------------------------
 
 TOKENS = list(range(10))
-
-
-def test_tokens_are_hashed_in_whole_blocks() -> None:
-    prompt = select({"token_ids": TOKENS})
-    expected = block_hashes(TOKENS, 4)
-    assert len(expected) == 2
-    assert unsigned(prompt.local_hashes) == expected
-    assert unsigned(prompt.sequence_hashes()) == sequence_hashes(expected)
-    assert (prompt.isl_tokens, prompt.sequence_count) == (10, 2)
-    assert prompt.first_sequence_hash == prompt.local_hashes[:8]
-
-
-def test_tokens_make_the_hash_form_irrelevant() -> None:
-    plain = select({"token_ids": TOKENS})
-    hashes: dict[str, Any] = {"block_hashes": [5], "sequence_hashes": [6, 7], "isl_tokens": 99}
-    for ignored in (hashes, {"isl_tokens": 0}, {"isl_tokens": U64_MAX}):
-        for take in (select, book):
-            prompt = take({"token_ids": TOKENS, **ignored})
-            assert (prompt.local_hashes, prompt.isl_tokens) == (plain.local_hashes, 10)
-
-
-def test_lora_eagle_salt_and_multimodal_objects_all_change_the_hashes() -> None:
-    mm = [None, {"mm_objects": [{"mm_hash": 9, "offsets": [[0, 1]]}]}]
-    variants: list[dict[str, Any]] = [
-        {},
-        {"lora_name": "a"},
-        {"lora_name": "b"},
-        {"cache_salt": "s"},
-        {"is_eagle": True},
-        {"block_mm_infos": mm},
-    ]
-    prompts = [select({"token_ids": TOKENS, **extra}) for extra in variants]
-    assert len({prompt.local_hashes for prompt in prompts}) == len(variants)
-    assert unsigned(prompts[-1].local_hashes) == block_hashes(TOKENS, 4, mm_hashes=[None, [9]])
-    assert select({"token_ids": TOKENS, "lora_name": ""}).local_hashes == prompts[0].local_hashes
-    assert prompts[1].lora_name == "a"
 
 
 @pytest.mark.parametrize("of_partition", [False, True])
@@ -147,34 +88,6 @@ def test_a_request_overrides_whether_its_blocks_are_eagle_blocks(of_partition: b
     silent = select({"token_ids": TOKENS}, is_eagle=of_partition)
     expected = (plain, eagle) if of_partition else (eagle, plain)
     assert (unsigned(stated.local_hashes), unsigned(silent.local_hashes)) == expected
-
-
-def test_multimodal_routing_tokens_go_before_tokens_with_their_own_objects() -> None:
-    objects = [{"mm_objects": [{"mm_hash": U64_MAX, "offsets": []}]}]
-    prompt = select(
-        {
-            "token_ids": TOKENS,
-            "block_mm_infos": [{"mm_objects": [{"mm_hash": 5, "offsets": []}]}],
-            "mm_routing_info": {"routing_token_ids": TOKENS[:4], "block_mm_infos": objects},
-        }
-    )
-    assert unsigned(prompt.local_hashes) == block_hashes(TOKENS[:4], 4, mm_hashes=[[U64_MAX]])
-    without = select({"mm_routing_info": {"routing_token_ids": TOKENS}, "block_mm_infos": objects})
-    assert unsigned(without.local_hashes) == block_hashes(TOKENS, 4)
-
-
-def test_empty_multimodal_routing_tokens_do_not_count() -> None:
-    info: dict[str, Any] = {"mm_routing_info": {"routing_token_ids": []}}
-    assert select({**info, "token_ids": TOKENS}).isl_tokens == 10
-    with pytest.raises(BadRequest, match="block_hashes is required"):
-        select(info)
-
-
-def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
-    with pytest.raises(BadRequest, match="token_ids is empty: isl_tokens must"):  # D7
-        select({"token_ids": [], "block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 5})
-    prompt = book({"token_ids": []})
-    assert (prompt.isl_tokens, prompt.sequence_count, prompt.sequence_hashes()) == (0, 0, b"")
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -217,15 +130,6 @@ def test_a_length_beyond_u64_is_a_wrong_shape() -> None:
             fields = decode(f'{{"isl_tokens":{value}{rest}}}')
             with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
                 prompt_to_select(fields, 4, False)
-
-
-def test_null_is_the_same_as_absent() -> None:
-    nulls = {name: None for name in PromptFields.__struct_fields__ if name not in SCOPE}
-    with pytest.raises(BadRequest, match="block_hashes is required"):
-        select(nulls)
-
-
-SCOPE = {"model_name", "tenant_id", "routing_group"}
 
 
 def test_a_booking_that_teaches_takes_both_hash_lists_as_a_selection_does() -> None:

@@ -9,12 +9,9 @@ import pytest
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.shapes import Overlap, PinnedWorker, Placement, WorkerSpec
-from lean_selector.wire.replica_shapes import PeerRequest
+from lean_selector.core.selection.shapes import Overlap, Placement, WorkerSpec
 from lean_selector.wire.selection_bodies import (
-    OutputBlockRequest,
     ReservationRequest,
-    SelectAndReserveRequest,
     SelectRequest,
     WorkerPatch,
     WorkerRequest,
@@ -126,12 +123,6 @@ WRONG_WORKERS: dict[str, list[str]] = {
 }
 
 
-def test_null_is_absent_for_optional_worker_fields() -> None:
-    defaulted = {"worker_id", "model_name", "tenant_id", "taints", "topology_domains"}
-    optional = [name for name in FULL if name not in defaulted | {"kv_events_endpoints"}]
-    assert spec(**dict.fromkeys(optional)) == WorkerSpec(worker_id=1)
-
-
 def test_a_patch_names_only_what_is_present_and_not_null() -> None:
     assert patch("{}").changes() == {}
     assert patch(json.dumps(dict.fromkeys(FULL))).changes() == {}
@@ -151,15 +142,6 @@ def test_a_patch_names_only_what_is_present_and_not_null() -> None:
 
 
 # -- selections and reservations -------------------------------------------------------------------
-
-
-def test_every_field_of_a_selection_may_be_null_but_those_with_a_default() -> None:
-    scope = {"model_name", "tenant_id", "routing_group"}
-    defaulted = scope | {"routing_constraints", "advisory"}
-    optional = [name for name in SelectRequest.__struct_fields__ if name not in defaulted]
-    body = select(json.dumps(dict.fromkeys(optional)))
-    assert body.allowed() is None
-    assert body.pinned_worker is None
 
 
 WRONG_SELECTIONS: dict[str, list[str]] = {
@@ -184,19 +166,6 @@ def test_worker_ids_beyond_u64_are_refused_wherever_they_stand() -> None:
         select(f'{{"pinned_worker":{{"worker_id":{2**64},"dp_rank":0}}}}')
     with pytest.raises(msgspec.ValidationError, match="allowed_worker_ids"):
         select(f'{{"allowed_worker_ids":[1,{2**64}]}}').allowed()
-
-
-def test_the_widest_values_are_taken() -> None:
-    body = select(
-        f'{{"pinned_worker":{{"worker_id":{U64_MAX},"dp_rank":{U32_MAX}}},'
-        f'"allowed_worker_ids":[{U64_MAX},1,1],"strict_priority":{U32_MAX},'
-        f'"expected_output_tokens":{U32_MAX},"priority_jump":-1e308,"selection_id":""}}'
-    )
-    assert body.pinned_worker is not None
-    assert body.pinned_worker.pinned() == PinnedWorker(U64_MAX, U32_MAX)
-    assert body.allowed() == frozenset({U64_MAX, 1})
-    assert body.selection_id == ""
-    assert select('{"allowed_worker_ids":[]}').allowed() == frozenset()
 
 
 def test_the_last_of_a_repeated_key_counts() -> None:
@@ -245,43 +214,6 @@ def test_field_errors_of_an_override_come_together_and_hide_the_credits() -> Non
         )
     lines = str(caught.value).splitlines()
     assert [line.split(":")[0] for line in lines] == ["prefill_load_scale", "router_temperature"]
-
-
-def test_an_override_in_range_is_taken() -> None:
-    for override in (
-        "null",
-        "{}",
-        '{"zzz":2}',
-        '{"policy":"latency"}',
-        '{"overlap_score_credit":null,"router_temperature":null}',
-        '{"overlap_score_credit":1.0,"prefill_load_scale":1e308,"router_temperature":1e308}',
-        '{"overlap_score_weight":0,"overlap_score_credit":2}',
-        '{"overlap_score_weight":3,"prefill_load_scale":-2}',
-        '{"assume_kv_reuse":false,"shared_cache_multiplier":0.5,"track_prefill_tokens":true}',
-    ):
-        select(f'{{"router_config_override":{override}}}')
-
-
-def test_a_reservation_names_its_id_before_its_worker_as_missing() -> None:
-    with pytest.raises(msgspec.ValidationError, match="reservation_id"):
-        reservation("{}")
-    with pytest.raises(msgspec.ValidationError, match="worker_id"):
-        reservation('{"reservation_id":"a"}')
-    with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `null`.*worker_id"):
-        reservation('{"reservation_id":"a","worker_id":null}')
-    assert reservation('{"reservation_id":"","worker_id":1,"selection_id":"b"}').dp_rank is None
-
-
-def test_small_bodies_take_what_they_should() -> None:
-    output = msgspec.json.Decoder(OutputBlockRequest).decode
-    assert [output(text).decay_fraction for text in ("{}", '{"x":1}')] == [None, None]
-    assert output('{"decay_fraction":1}').decay_fraction == 1.0
-    for wrong in ("[]", "[0.5]", "null", '{"decay_fraction":"x"}', '{"decay_fraction":true}'):
-        with pytest.raises(msgspec.ValidationError):
-            output(wrong)
-    assert msgspec.json.decode('{"reservation_id":""}', type=SelectAndReserveRequest)
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode('["tcp://a:1"]', type=PeerRequest)
 
 
 def test_a_placement_prints_its_overlap_in_the_documented_order() -> None:

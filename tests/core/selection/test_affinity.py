@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, Unavailable
+from lean_selector.core.errors import AllWorkersBusy, Conflict
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.queue import Waiting
-from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Placement
+from lean_selector.core.selection.shapes import EXPLANATION, Placement
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
@@ -60,57 +60,6 @@ def book(driven: DrivenSelector, name: str, session_id: str = "s", **changes: An
 # -- hard ------------------------------------------------------------------------------------------
 
 
-def test_a_booking_binds_and_selects_and_bookings_follow(driven: DrivenSelector) -> None:
-    assert select(driven, allowed={1}) == (1, 1)
-    assert select(driven) == (2, 0)  # a select binds nothing
-    assert book(driven, "a", allowed={1}) == (1, 1)
-    assert select(driven) == book(driven, "b") == (1, 1)
-    assert select(driven, "another") == select(driven, None) == (2, 0)
-
-
-def test_a_select_whose_session_is_elsewhere_goes_where_it_may(driven: DrivenSelector) -> None:
-    book(driven, "a", allowed={1})
-    assert select(driven, allowed={2}) == (2, 0)
-    with pytest.raises(Unavailable):
-        select(driven, required_taints=frozenset({"z"}))
-    assert select(driven) == (1, 1)
-
-
-def test_a_booking_that_cannot_go_to_its_rank_is_refused_and_unbinds_the_session(
-    driven: DrivenSelector,
-) -> None:
-    book(driven, "a", allowed={1})
-    told = list(driven.told)
-    with pytest.raises(BadRequest, match=r"^session s is bound to worker 1, not 2$"):
-        book(driven, "b", allowed={2})
-    assert driven.told == told  # peers heard of nothing that would have to be undone
-    assert select(driven) == (2, 0)
-    assert book(driven, "b", allowed={2}) == (2, 0)  # the same again
-
-
-def test_a_booking_on_another_rank_of_the_worker_is_named_so(driven: DrivenSelector) -> None:
-    sessions = sessions_of(driven)
-    book(driven, "a", allowed={1})
-    driven.register(1, data_parallel_size=2, taints=frozenset({"t"}))
-    sessions.apply(SessionEvent("default", "default", "s", 1, 0, 2**40, 9), driven.now)
-    pinned = driven.request([], 16, session_id="s", pin=(1, 1))
-    pinned.books, pinned.reservation_id = True, "b"
-    with pytest.raises(BadRequest, match=r"^session s is bound to DP rank 0, not 1$"):
-        driven.submit("b", pinned)
-
-
-def test_a_taken_id_is_said_before_a_session_that_is_bound_elsewhere(
-    driven: DrivenSelector,
-) -> None:
-    book(driven, "a", allowed={1})
-    with pytest.raises(Conflict):
-        book(driven, "a", allowed={2})
-    assert select(driven) == (1, 1)
-    with pytest.raises(Conflict):
-        book(driven, "a")
-    assert sessions_of(driven).held == 1
-
-
 def test_an_id_that_a_peer_booked_binds_no_session(driven: DrivenSelector) -> None:
     driven.partition.slots.book(ReservationSpec("a", 1, 0), b"", driven.now, router_id=77)
     with pytest.raises(Conflict, match="Request a already exists"):
@@ -128,26 +77,6 @@ def test_a_rank_that_vanished_is_ignored_until_a_booking_binds_anew(driven: Driv
     assert select(driven) == book(driven, "b") == (2, 0)
     driven.register(1, data_parallel_size=2)
     driven.reserve("load", (2, 0), prefill=16)
-    assert select(driven) == (2, 0)
-
-
-def test_time_runs_from_when_a_rank_took_the_last_reservation_along(driven: DrivenSelector) -> None:
-    book(driven, "a", allowed={1})
-    driven.now = 100.0
-    driven.remove(1)
-    driven.now += TTL_S - 1.0
-    driven.register(1, data_parallel_size=2)
-    assert select(driven) == (1, 1)
-    assert sessions_of(driven).held == 0
-
-
-def test_an_ejected_rank_is_left_and_its_session_bound_anew(driven: DrivenSelector) -> None:
-    book(driven, "a", allowed={1})
-    for _ in range(3):
-        driven.selector.health.record_outcome(1, None, "failed", driven.now)
-    assert select(driven) == book(driven, "b") == (2, 0)
-    driven.now += 1000.0
-    driven.selector.admit_waiting(driven.now)
     assert select(driven) == (2, 0)
 
 
@@ -217,27 +146,6 @@ def test_a_soft_session_is_never_refused_and_never_goes_to_a_busy_rank() -> None
     assert select(driven) == (2, 0)
     assert book(driven, "b", allowed={2}) == (2, 0)
     assert sessions_of(driven).counts.refused == 0
-
-
-# -- targets ---------------------------------------------------------------------------------------
-
-
-def test_a_target_is_gone_to_if_that_is_allowed_and_else_ignored(driven: DrivenSelector) -> None:
-    assert select(driven, None, target=AffinityTarget(1, 0)) == (1, 0)
-    assert select(driven, None, target=AffinityTarget(1, None)) == (1, 1)
-    assert select(driven, None, target=AffinityTarget(1, 9)) == (2, 0)
-    assert select(driven, None, target=AffinityTarget(9, None)) == (2, 0)
-    assert select(driven, None, target=AffinityTarget(1, None), allowed={2}) == (2, 0)
-
-
-def test_a_target_elsewhere_than_the_pin_is_refused(driven: DrivenSelector) -> None:
-    with pytest.raises(BadRequest, match=r"^pinned worker 2 is not in allowed worker set$"):
-        select(driven, None, target=AffinityTarget(1, None), pin=(2, 0))
-    assert select(driven, None, target=AffinityTarget(9, None), pin=(2, 0)) == (2, 0)
-    with pytest.raises(Unavailable):
-        select(driven, None, target=AffinityTarget(1, 0), pin=(1, 1))
-    assert select(driven, None, target=AffinityTarget(1, None), pin=(1, 0)) == (1, 0)
-    assert select(driven, None, target=AffinityTarget(1, 7), pin=(1, 1)) == (1, 1)
 
 
 # -- explained -------------------------------------------------------------------------------------

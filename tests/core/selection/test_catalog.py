@@ -154,26 +154,6 @@ def test_too_many_ranks_are_refused_and_nothing_changes(deaf: DrivenSelector, si
     assert len(deaf.loads()["default", "default"]) == MAX_RANKS
 
 
-# -- POST, PATCH, DELETE ---------------------------------------------------------------------------
-
-
-def test_a_patch_keeps_what_it_does_not_name(deaf: DrivenSelector) -> None:
-    deaf.register(1, taints=frozenset({"a"}), kv_events_endpoints={0: "x"}, stable_routing_id="s")
-    patched = deaf.selector.patch_worker(1, {"taints": frozenset(), "endpoint": ""}, 0.0)
-    assert (patched.spec.taints, patched.spec.stable_routing_id) == (frozenset(), "s")
-    assert patched.reasons == ["endpoint is required"]
-    assert deaf.selector.patch_worker(1, {"endpoint": "http://x"}, 0.0).reasons == []
-
-
-def test_only_schedulable_workers_count(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.register(2, endpoint="")
-    deaf.register(3, model_name="m")
-    assert deaf.selector.catalog.schedulable_count() == 2
-    deaf.register(1, endpoint="")
-    assert deaf.selector.catalog.schedulable_count() == 1
-
-
 # -- the partition's block size (D3) ---------------------------------------------------------------
 
 
@@ -183,12 +163,6 @@ def keys(driven: DrivenSelector) -> list[tuple[str, str]]:
 
 def is_refused(worker: Worker) -> bool:
     return any("mismatch" in reason for reason in worker.reasons)
-
-
-def test_an_incomplete_worker_makes_no_partition(deaf: DrivenSelector) -> None:
-    deaf.register(1, endpoint="", block_size=8)
-    assert keys(deaf) == []
-    assert not is_refused(deaf.register(2, block_size=16))
 
 
 @pytest.mark.parametrize("by", ["post", "patch"])
@@ -233,47 +207,6 @@ def test_who_does_not_have_a_size_frees_it_too_when_nobody_has_it(deaf: DrivenSe
     assert is_refused(deaf.register(1, block_size=8))
     deaf.remove(2)
     assert [each.reasons for each in deaf.selector.catalog.workers.values()] == [[]]
-
-
-def test_what_a_worker_lacks_does_not_free_its_size(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.register(2)
-    deaf.register(1, endpoint="")
-    deaf.remove(2)
-    assert is_refused(deaf.register(3, block_size=8))
-
-
-def test_deleting_the_last_worker_frees_the_size_and_the_partition(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.register(2)
-    deaf.remove(1)
-    assert is_refused(deaf.register(3, block_size=8))
-    deaf.remove(2)
-    assert [w.spec.worker_id for w in deaf.selector.catalog.matching(None, None)] == [3]
-    assert not deaf.selector.catalog.workers[3].reasons  # its chance has come
-    assert is_refused(deaf.register(4))
-
-
-def test_deleting_an_incomplete_member_frees_the_size_too(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.register(1, endpoint="")
-    assert keys(deaf) == [("default", "default")]
-    deaf.remove(1)
-    assert keys(deaf) == []
-
-
-def test_deleting_a_worker_that_never_was_schedulable_frees_nothing(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.register(2, block_size=8)
-    deaf.remove(2)
-    assert keys(deaf) == [("default", "default")]
-
-
-def test_a_worker_that_moves_and_is_refused_has_left_all_the_same(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.register(2, model_name="m", block_size=8)
-    assert is_refused(deaf.register(1, model_name="m"))
-    assert keys(deaf) == [("m", "default")]
 
 
 # -- load and sources of a worker that changes (D10) -----------------------------------------------
