@@ -7,7 +7,6 @@ is mended and becomes an `@example` of its test. `--long` is the same for those 
 requests against a reference.
 
 With LEAN_SELECTOR_FORM set to `compiled` or `pure` nothing runs unless that is the form under test.
-Tests of what is never compiled (tests/support/one_form.py) have the mark `one_form`.
 """
 
 import os
@@ -22,7 +21,6 @@ from hypothesis import HealthCheck, settings
 
 from lean_selector.build_info import form
 from loadtest.reference import NotInstalled, interpreter
-from tests.support.one_form import MARK, is_of_one_form
 
 EXPLORE_TIMES = 20  # as many examples in an exploring run
 # Files that take minutes: they begin first, so that none is left over for one of several processes.
@@ -73,12 +71,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("explore" if config.getoption("--explore") else "repeatable")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG)
-    for item in items:
-        if is_of_one_form(item.path):
-            item.add_marker(MARK)
     if config.getoption("--explore"):
         _draw_more(items)
 

@@ -1,6 +1,5 @@
 """The files of deploy/, and the commands of ours that they run, as lists of words."""
 
-import argparse
 import json
 import re
 import shlex
@@ -9,10 +8,8 @@ from typing import Any
 
 import yaml
 
-from lean_selector.app.flags import FILE, fields_of
-from lean_selector.app.gateway_flags import GatewayConfig
 from lean_selector.app.selector_flags import SelectorConfig
-from lean_selector.tools import check, recipes, replay, simulate, top
+from lean_selector.tools import recipes
 from tests.support.configured import configured as configured_as
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -81,32 +78,3 @@ def unit_command(flags: str | None = None) -> list[str]:
 def configured(words: list[str]) -> SelectorConfig:
     """A command of the selector, read as at its start. A wrong one ends in SystemExit."""
     return configured_as(SelectorConfig, words)
-
-
-def flags_of(add: Any) -> set[str]:
-    """The options that a function declares on a parser."""
-    parser = argparse.ArgumentParser(add_help=False)
-    add(parser)
-    return {name for action in parser._actions for name in action.option_strings}
-
-
-OUR_FLAGS = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))}
-OUR_FLAGS |= {"--help", "--help-all", "--version", "--set", "--seconds"}
-for tool in (check, recipes, replay, simulate, top):
-    OUR_FLAGS |= flags_of(tool.add_arguments)
-OTHERS_FLAGS = {
-    *("--load-format", "--detail", "--block-size", "--page-size", "--enable-prefix-caching"),
-    *("--explore", "--long", "--missing", "--show"),  # of the tests, of coverage and of mutation
-    *("--cases", "--reference", "--lifecycles", "--pin", "--python", "--trace"),  # of loadtest/
-    *("--router-tracking-key-file", "--router-tracking-key-id"),  # of Dynamo 1.6 alone
-    # of docker, pip, apt-get and systemctl
-    *("--rm", "--read-only", "--cap-drop", "--security-opt", "--entrypoint", "--from", "--now"),
-    *("--build-arg", "--no-install-recommends", "--no-cache-dir", "--no-deps", "--wheel-dir"),
-    # of envoy, and of logger
-    *("--file-flush-interval-msec", "--udp", "--server", "--rfc3164", "--tag", "--socket"),
-    # of engines
-    *("--enable-cache-report", "--enable-prompt-tokens-details", "--kv-events-config"),
-    *("--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"),
-    *("--default-chat-template-kwargs", "--prefix-match-unit", "--enable-scale-out"),
-    *("--exclude-tools-when-tool-choice-none", "--reasoning-effort-map", "--scheduling-policy"),
-}

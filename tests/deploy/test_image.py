@@ -90,16 +90,6 @@ def test_it_holds_the_form_that_was_asked_for(image: Path) -> None:
     assert f"({expected})" in ran(image, "--version")
 
 
-def test_it_reads_yaml(image: Path) -> None:
-    script = "import yaml, lean_selector; print(lean_selector.__file__)"
-    python = image / "root" / "opt" / "lean-selector" / "bin" / "python"
-    done = subprocess.run(
-        [python, "-c", script], cwd="/", capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(image))
-
-
 def test_it_serves_as_a_user_without_rights_on_a_read_only_file_system(image: Path) -> None:
     """With nothing that a container would not have, but that this user may read whatever there is:
     the tests' Python may lie where others may not look."""

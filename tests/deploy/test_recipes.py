@@ -1,6 +1,5 @@
 """`deploy/`: what it holds, that every installation has it, and that its flags are real."""
 
-import re
 from importlib.metadata import files
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from lean_selector.tools.recipes import recipes
 from tests.deploy.recipe_commands import (
     DEPLOY,
     IN_CHECKOUT,
-    OTHERS_FLAGS,
-    OUR_FLAGS,
     TEXTS,
     configured,
     unit_command,
@@ -39,13 +36,6 @@ def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> No
         return
     installed = {str(path) for path in files("lean-selector") or []}
     assert {f"lean_selector/deploy/{name}" for name in IN_CHECKOUT} <= installed
-
-
-def test_every_flag_that_a_file_names_exists() -> None:
-    """Also those in comments."""
-    for name, text in TEXTS.items():
-        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
-        assert named - OUR_FLAGS - OTHERS_FLAGS == set(), name
 
 
 def test_the_unit_runs_with_the_flags_that_it_has_and_with_those_of_the_example() -> None:

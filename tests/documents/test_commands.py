@@ -1,27 +1,16 @@
 """The commands that documents print can be pasted: a shell reads them, the programs that they name
 have their flags, and those of ours start."""
 
-import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import ExitStack
-from importlib import import_module
-from typing import Any
 
 import pytest
 
-from lean_selector import cli
-from lean_selector.app.flags import OneLineParser, add_flags
-from lean_selector.app.gateway_flags import GatewayConfig
-from lean_selector.app.selector_flags import SelectorConfig
-from lean_selector.app.service_flags import TrackerConfig
-from lean_selector.tools.check import add_arguments as add_check_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
-from tests.deploy.recipe_commands import OTHERS_FLAGS, OUR_FLAGS, flags_of
-from tests.documents.pages import OURS, ROOT, blocks, commands
+from tests.documents.pages import OURS, blocks, commands
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.own_network import own_network
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
@@ -79,89 +68,3 @@ def test_every_printed_gateway_answers_a_chat_on_its_own_ports(line: str) -> Non
                 return False
 
         wait_until(is_served, "a request is answered")
-
-
-# What of the engines' flags the documents print, with whether a value follows: from the pages
-# "vllm serve" of vLLM, "Server Arguments" of SGLang, and "TensorRT-LLM" of Dynamo.
-ENGINES = {
-    ("vllm", "serve"): {
-        **dict.fromkeys(("--port", "--block-size", "--kv-events-config"), True),
-        **dict.fromkeys(("--enable-prefix-caching", "--enable-prompt-tokens-details"), False),
-    },
-    ("python", "-m", "sglang.launch_server"): {
-        **dict.fromkeys(("--model-path", "--port", "--page-size", "--kv-events-config"), True),
-        "--enable-cache-report": False,
-    },
-    ("python", "-m", "dynamo.trtllm"): {
-        **dict.fromkeys(("--model-path", "--connector"), True),
-        "--publish-kv-events": False,
-    },
-}
-SERVICES: dict[str, Any] = {"lean-selector": SelectorConfig, "lean-slot-tracker": TrackerConfig}
-OTHERS = {"curl", "pip", "docker", "printf", "python", "python3", "python3.11", "pytest", "jq"}
-SHELL = [
-    pytest.param(content, id=f"{name}:{number}")
-    for name, text in OURS.items()
-    for number, (language, content) in enumerate(blocks(text, unnamed=True))
-    if language == "sh" or (not language and content.split()[0] in {*SERVICES, *OTHERS, "vllm"})
-]
-
-
-@pytest.mark.parametrize("script", SHELL)
-def test_a_shell_and_the_programs_read_every_printed_command(script: str) -> None:
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    for command in commands(script):
-        while re.fullmatch(r"[A-Z_]+=.*", command[0]):
-            command = command[1:]
-        read(command)
-
-
-def test_the_request_that_shows_that_nginx_works_goes_to_its_port() -> None:
-    listened = re.search(r"listen (\d+);", (ROOT / "deploy/nginx/njs/nginx.conf").read_text())
-    assert listened is not None
-    page = (ROOT / "docs/guide/gateways.md").read_text()
-    assert f"curl -s localhost:{listened[1]}/v1/completions" in page
-
-
-def read(command: list[str]) -> None:
-    """Fails where the program of the command would refuse it."""
-    if command[0].startswith(".ci/"):
-        assert (ROOT / command[0]).is_file()
-        return
-    command = [command[0].rpartition("/")[2], *command[1:]]
-    for start, flags in ENGINES.items():
-        if tuple(command[: len(start)]) == start:
-            rest = iter(command[len(start) :])
-            for word in rest:
-                if word.startswith("-"):
-                    value = next(rest, None) if flags[word] else "none"
-                    assert value is not None, f"{word} needs a value"
-            return
-    if command[0] not in SERVICES:
-        assert command[0] in OTHERS, f"{command[0]} is no program that the documents use"
-        return
-    words = [word for word in command[1:] if word != "..."]
-    if command[0] == "lean-selector" and words and words[0] in cli.TOOLS:
-        parser = argparse.ArgumentParser(exit_on_error=False)
-        import_module(f"lean_selector.tools.{cli.TOOLS[words[0]]}").add_arguments(parser)
-        _, unknown = parser.parse_known_args(words[1:])
-        assert [word for word in unknown if "=" not in word and word != "--set"] == []
-        return
-    config = SERVICES[command[0]]
-    if "gateway" in words[:1]:
-        words, config = words[1:], GatewayConfig
-    parser = OneLineParser(prog="it", allow_abbrev=False)
-    add_flags(parser, config)
-    parser.parse_args(words)
-
-
-def test_flags_named_in_the_documents_exist() -> None:
-    named = {flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}
-    assert named - OUR_FLAGS - OTHERS_FLAGS == set()
-
-
-def test_the_page_of_the_check_lists_its_options() -> None:
-    page = OURS["docs/guide/check.md"]
-    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE)) == flags_of(
-        add_check_arguments
-    )

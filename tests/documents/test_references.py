@@ -1,6 +1,5 @@
 """What the documents and the code refer to exists: extras, decisions, sections, files, tests."""
 
-import configparser
 import re
 from pathlib import Path
 
@@ -23,23 +22,9 @@ TEXTS = {
         for name in ("CHANGELOG.md", "setup.cfg", "tests/data/deviations.json")
     },
 }
-CITED_SECTION = re.compile(
-    r"\b(selection|indexer|slot_tracker|selection_16)\.md`?,? (?:sections? )?"
-    r"((?:\d+(?:\.\d+)*)(?:(?:, | and )\d+(?:\.\d+)*)*)"
-)
+
+
 CITED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(test_\w+))?`")
-
-
-def test_every_extra_that_is_named_can_be_asked_for() -> None:
-    config = configparser.ConfigParser()
-    config.read_string(TEXTS["setup.cfg"])
-    named = {
-        extra
-        for text in TEXTS.values()
-        for found in re.findall(r"lean-selector\[([a-z,]+)\]|extra `\[([a-z]+)\]`", text)
-        for extra in "".join(found).split(",")
-    }
-    assert {"client", "otel"} <= named <= set(config["options.extras_require"])
 
 
 def test_every_decision_that_is_cited_is_written_down_once() -> None:
@@ -64,17 +49,6 @@ def sections(page: str) -> set[str]:
         elif found := re.match(r"(\d+)\. ", line):
             numbers.add(f"{heading}.{found[1]}")
     return numbers
-
-
-def test_every_section_of_the_specification_that_is_cited_exists() -> None:
-    cited = [
-        (name, page, number)
-        for name, text in TEXTS.items()
-        for page, numbers in CITED_SECTION.findall(text)
-        for number in re.findall(r"\d+(?:\.\d+)*", numbers)
-    ]
-    assert len(cited) > 40
-    assert [each for each in cited if each[2] not in sections(each[1])] == []
 
 
 def anchors(text: str) -> set[str]:

@@ -55,30 +55,6 @@ def test_a_worker_that_fails_everything_is_ejected_and_the_other_serves() -> Non
             assert set(turns) == {well.url}
 
 
-def test_an_answer_that_does_not_begin_in_time_is_a_504_and_its_worker_is_let_go() -> None:
-    flags = ("--request-timeout-secs", "0.2")
-    with OpenAiWorker() as worker, RunningGateway(worker.url, *flags, knows=1) as gateway:
-        answer = gateway.chat(TEXT, fake={"stall_after": 0})
-        assert (answer.status, answer.json()["error"]["code"]) == (504, "timeout")
-        assert worker.url in answer.json()["error"]["message"]
-        gateway.wait_until_free()
-        wait_until(lambda: worker.seen()["hung_up"] == 1, "it need not compute any more")
-        assert gateway.metric("lean_selector_worker_reports_total") == 0
-
-
-def test_what_waited_too_long_is_to_come_again_after_as_long_a_time() -> None:
-    told = json.dumps({"block_size": 16, "max_num_batched_tokens": 16})
-    flags = ("--queue-threshold", "1", "--discover-defaults", told, "--prompts", "off")
-    with ExitStack() as running:
-        worker = running.enter_context(OpenAiWorker())
-        urls = (worker.url, *flags, "--queue-max-wait-secs", "1.2")
-        gateway = running.enter_context(RunningGateway(*urls, knows=1))
-        asked_to_stream(running, gateway, fake={"stall_after": 0})
-        wait_until(lambda: gateway.load() > 0, "the worker has all that it can take")
-        answer = gateway.chat(TEXT)
-        assert (answer.status, answer.headers["retry-after"]) == (503, "2")
-
-
 @pytest.mark.parametrize("by", ["the API", "discovery"])
 def test_a_draining_worker_finishes_its_answers_and_is_asked_nothing_new(
     by: str, tmp_path: Path

@@ -121,31 +121,6 @@ def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
-# -- uses ----------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
-    workers: list[OpenAiWorker],
-) -> None:
-    """Only one that answers is left, because the other is down."""
-    dead = OpenAiWorker()
-    # Without health checks it is a request that finds out.
-    never = ("--worker-health-interval-secs", "none")
-    with dead, RunningGateway(workers[0].url, dead.url, *never, knows=2) as gateway:
-        dead.kill()
-        number = 0
-        while not gateway.metric("lean_selector_gateway_retries_total"):
-            number += 1
-            assert number < 64, "idle workers are drawn evenly"
-            answer = gateway.chat(f"{number} " * 100, stream=number % 2 == 0)
-            assert answer.status == 200, answer.body
-            assert answer.headers["x-lean-worker"] == workers[0].url
-        detail = gateway.api("GET", "/workers?detail=true")
-        states = {each["endpoint"]: each["health"]["state"] for each in detail}
-        assert states[workers[0].url] == "in_service"
-        gateway.wait_until_free()
-
-
 # -- who the workers are ---------------------------------------------------------------------------
 
 

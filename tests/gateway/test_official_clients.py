@@ -1,7 +1,7 @@
 """The routes of both APIs, as the official Python clients speak them, on simulated engines."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any, Self
@@ -89,12 +89,6 @@ class Clients:
         return text, used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-@pytest.fixture(name="clients", scope="module")
-def _clients(gateway: RunningGateway) -> Iterator[Clients]:
-    with Clients(gateway) as clients:
-        yield clients
-
-
 SYSTEM_MESSAGE = {"role": "system", "content": SYSTEM}
 PROMPTS = {
     "completion": TEXT,
@@ -164,21 +158,6 @@ def test_what_has_no_cached_prompt_is_booked_by_load(clients: Clients, path: str
     headers = clients.headers[-1]
     assert (headers["x-lean-overlap"], headers["x-lean-prompt"]) == ("0", "path")
     clients.gateway.wait_until_free()
-
-
-@pytest.mark.parametrize("route", ["responses", "messages"])
-def test_an_engine_that_renders_nothing_is_chosen_by_load_and_asked_once(route: str) -> None:
-    with (
-        OpenAiWorker(renders=False) as worker,
-        RunningGateway(worker.url, knows=1) as gateway,
-        Clients(gateway) as clients,
-    ):
-        for _ in range(3):
-            getattr(clients, route)(True)
-            assert clients.headers[-1]["x-lean-prompt"] == "refused"
-        lines = [each["line"] for each in worker.seen()["requests"]]
-        assert sum("/render" in line for line in lines) == 1
-        gateway.wait_until_free()
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])

@@ -80,6 +80,44 @@ def test_a_prompt_is_checked_in_the_documented_order(
 TOKENS = list(range(10))
 
 
+def test_lora_eagle_salt_and_multimodal_objects_all_change_the_hashes() -> None:
+    mm = [None, {"mm_objects": [{"mm_hash": 9, "offsets": [[0, 1]]}]}]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"lora_name": "a"},
+        {"lora_name": "b"},
+        {"cache_salt": "s"},
+        {"is_eagle": True},
+        {"block_mm_infos": mm},
+    ]
+    prompts = [select({"token_ids": TOKENS, **extra}) for extra in variants]
+    assert len({prompt.local_hashes for prompt in prompts}) == len(variants)
+    assert unsigned(prompts[-1].local_hashes) == block_hashes(TOKENS, 4, mm_hashes=[None, [9]])
+    assert select({"token_ids": TOKENS, "lora_name": ""}).local_hashes == prompts[0].local_hashes
+    assert prompts[1].lora_name == "a"
+
+
+def test_multimodal_routing_tokens_go_before_tokens_with_their_own_objects() -> None:
+    objects = [{"mm_objects": [{"mm_hash": U64_MAX, "offsets": []}]}]
+    prompt = select(
+        {
+            "token_ids": TOKENS,
+            "block_mm_infos": [{"mm_objects": [{"mm_hash": 5, "offsets": []}]}],
+            "mm_routing_info": {"routing_token_ids": TOKENS[:4], "block_mm_infos": objects},
+        }
+    )
+    assert unsigned(prompt.local_hashes) == block_hashes(TOKENS[:4], 4, mm_hashes=[[U64_MAX]])
+    without = select({"mm_routing_info": {"routing_token_ids": TOKENS}, "block_mm_infos": objects})
+    assert unsigned(without.local_hashes) == block_hashes(TOKENS, 4)
+
+
+def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
+    with pytest.raises(BadRequest, match="token_ids is empty: isl_tokens must"):  # D7
+        select({"token_ids": [], "block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 5})
+    prompt = book({"token_ids": []})
+    assert (prompt.isl_tokens, prompt.sequence_count, prompt.sequence_hashes()) == (0, 0, b"")
+
+
 @pytest.mark.parametrize("of_partition", [False, True])
 def test_a_request_overrides_whether_its_blocks_are_eagle_blocks(of_partition: bool) -> None:
     eagle = block_hashes(TOKENS, 4, is_eagle=True)

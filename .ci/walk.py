@@ -1,13 +1,17 @@
+#!/usr/bin/env -S .venv/bin/python
 """The way of a select through the modules: prints how often it turns back to one that it has left.
 
-    python -m tests.support.walk     # on the sources: compiled functions are not seen
+    .ci/walk.py     # on the sources: compiled functions are not seen
 
 A turn back is a call of a function in a module that was entered before, with another in between.
 """
 
 import json
 import sys
+from pathlib import Path
 from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.gates import answered, request, selection_gate
 
