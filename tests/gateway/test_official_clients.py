@@ -1,7 +1,7 @@
 """The routes of both APIs, as the official Python clients speak them, on simulated engines."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any, Self
@@ -87,6 +87,12 @@ class Clients:
         used = answer.usage
         text = "".join(each.text for each in answer.content if each.type == "text")
         return text, used.input_tokens + (used.cache_read_input_tokens or 0)
+
+
+@pytest.fixture(name="clients", scope="module")
+def _clients(gateway: RunningGateway) -> Iterator[Clients]:
+    with Clients(gateway) as clients:
+        yield clients
 
 
 SYSTEM_MESSAGE = {"role": "system", "content": SYSTEM}
