@@ -42,8 +42,6 @@ class Reply:
     """The result of a handler that sets the status of the answer, or adds warnings. Warnings are
     sent in the header `x-warning`."""
 
-    __slots__ = ("body", "status", "warnings")
-
     def __init__(self, status: int, body: object, warnings: Sequence[str] = ()) -> None:
         self.status = status
         self.body = body
@@ -52,8 +50,6 @@ class Reply:
 
 class Queued:
     """The result of a handler whose request waits in the queue of the selector."""
-
-    __slots__ = ("_clock", "_shape", "_waiting", "held_bytes")
 
     def __init__(
         self,
@@ -102,8 +98,6 @@ class Queued:
 
 class LaterReply(PendingReply):
     """The result of a handler that cannot answer at once."""
-
-    __slots__ = ("fault",)
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False

@@ -37,8 +37,6 @@ class AnswerHead:
     """The head of an answer. `lines` has the header lines as received, with a CRLF before each.
     `body` finds the end of the answer's body."""
 
-    __slots__ = ("body", "is_chunked", "keeps", "lines", "start", "status")
-
     def __init__(
         self,
         status: int,

@@ -304,18 +304,6 @@ class Request:
     after `HTTP/`: the version, and the header lines with their line ends. `credential` is the
     digest of the bearer token, UNUSABLE for another scheme, None if no credential was sent."""
 
-    __slots__ = (
-        "body",
-        "body_too_large",
-        "credential",
-        "headers",
-        "keep_alive",
-        "method",
-        "path",
-        "query",
-        "section",
-    )
-
     def __init__(
         self,
         method: bytes,

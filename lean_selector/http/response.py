@@ -76,8 +76,6 @@ class GrowingResponse:
     The content-length is written at the end, into a header field of fixed width. So the body is not
     copied. Copying 100 MB would take a quarter of a second."""
 
-    __slots__ = ("_data", "_head_bytes")
-
     _WIDTH = 20  # digits of 2**64; blanks before a value are allowed (RFC 9110, 5.5)
 
     def __init__(self, content_type: bytes = JSON) -> None:
@@ -125,11 +123,6 @@ class PendingReply:
     If the client disconnects first, `on_disconnect` is called once, and `resolve` does nothing. A
     client that half-closes, as `nc -N` does after its request, counts as disconnected. But if
     the app works on the answer already (`is_being_made`), such a client still gets the answer."""
-
-    __slots__ = (
-        "_has_client", "_observers", "_send", "held_bytes", "is_being_made", "on_disconnect",
-        "response",
-    )  # fmt: skip
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False

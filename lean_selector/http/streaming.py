@@ -21,16 +21,6 @@ class StreamedReply(PendingReply):
     further call. `is_paused` is true while the client does not read. `on_pause` and `on_resume`
     report changes of `is_paused`."""
 
-    __slots__ = (
-        "_closes",
-        "_protocol",
-        "begun",
-        "is_paused",
-        "on_pause",
-        "on_resume",
-        "write",
-    )
-
     def __init__(
         self,
         on_disconnect: Callable[[], object] | None = None,
