@@ -141,9 +141,7 @@ def observed(
             made[:] = [
                 *families_of(meters),
                 *http_families(meters),
-                *process_families(
-                    service, __version__, lag, log_state.suppressed, log_state.dropped
-                ),
+                *process_families(service, __version__, lag, log_state),
             ]
         return made
 

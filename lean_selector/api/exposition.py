@@ -7,7 +7,7 @@ models and workers, but never ids chosen by clients, so the number of series is 
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -104,22 +104,17 @@ class RouteMeter:
 class LoopLag:
     """Measures, 20 times a second, how many seconds late the event loop runs a timer."""
 
-    def __init__(
-        self,
-        call_later: Callable[[float, Callable[[], None]], object],
-        clock: Callable[[], float] = perf_counter,
-    ) -> None:
+    def __init__(self, call_later: Callable[[float, Callable[[], None]], object]) -> None:
         self.histogram = Histogram(LAG_BOUNDS_S)
         self._call_later = call_later
-        self._clock = clock
         self._due = 0.0
 
     def start(self) -> None:
-        self._due = self._clock() + LAG_EVERY_S
+        self._due = perf_counter() + LAG_EVERY_S
         self._call_later(LAG_EVERY_S, self._on_time)
 
     def _on_time(self) -> None:
-        late_s = self._clock() - self._due
+        late_s = perf_counter() - self._due
         self.start()
         self.histogram.add(max(0.0, late_s))
 
@@ -148,18 +143,15 @@ class Family:
                 yield f"{self.name}{text} {value}\n"
 
 
+@dataclass(eq=False)
 class FamilyGroup(Generic[T]):
-    """Several metrics of the same objects, such as ranks. A scrape lists the objects only once."""
+    """Several metrics of the same objects, such as ranks. A scrape lists the objects only once.
 
-    def __init__(
-        self,
-        things: Callable[[], Iterable[tuple[str, T]]],
-        families: Iterable[tuple[str, str, str, Callable[[T], Value]]],
-    ) -> None:
-        """`things` returns (labels, object) pairs. A family is one metric: (name, kind, help,
-        function that returns the metric's value for an object)."""
-        self.things = things
-        self.families = tuple(families)
+    `things` returns (labels, object) pairs. A family is one metric: (name, kind, help, function
+    that returns the metric's value for an object)."""
+
+    things: Callable[[], Iterable[tuple[str, T]]]
+    families: Sequence[tuple[str, str, str, Callable[[T], Value]]]
 
     def text(self) -> Iterator[str]:
         gathered: list[tuple[str, T]] = []

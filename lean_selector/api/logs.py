@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 
 import msgspec
@@ -151,22 +152,14 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: json_escape(found[0]), text)
 
 
+@dataclass
 class LogState:
-    """The writer of log lines, and counts of the log lines that were left out."""
+    """What limits the lines and what writes them, each with a count of those that it left out."""
 
-    def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
-        # Configuration warnings, to be logged once the server listens.
-        self.doubts: tuple[str, ...] = ()
-        self._limit = limit
-        self._writer = writer
-
-    def suppressed(self) -> int:
-        """Return the number of lines suppressed by the rate limit."""
-        return self._limit.suppressed
-
-    def dropped(self) -> int:
-        """Return the number of lines dropped because stderr is not read."""
-        return self._writer.dropped
+    limit: "RateLimit"
+    writer: LineWriter
+    # Configuration warnings, to be logged once the server listens.
+    doubts: tuple[str, ...] = ()
 
 
 def set_up(level: str, form: str) -> LogState:

@@ -21,6 +21,7 @@ from lean_selector.api.exposition import (
     table,
     table_of,
 )
+from lean_selector.api.logs import LogState
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots
 from lean_selector.http.connections import Connections
@@ -67,13 +68,7 @@ def http_families(meters: Iterable[RouteMeter]) -> Families:
     ]  # fmt: skip
 
 
-def process_families(
-    service: str,
-    version: str,
-    lag: LoopLag,
-    suppressed_log_lines: Callable[[], int],
-    dropped_log_lines: Callable[[], int],
-) -> Families:
+def process_families(service: str, version: str, lag: LoopLag, log: LogState) -> Families:
     build = labels(service=service, version=version, python=platform.python_version())
     histogram = lag.histogram
     return [
@@ -84,9 +79,9 @@ def process_families(
         ),
         *table({
             "build_info": (lambda: [(build, 1)], "Always 1."),
-            "log_lines_suppressed_total": (suppressed_log_lines,
+            "log_lines_suppressed_total": (lambda: log.limit.suppressed,
                 "Log lines suppressed by the rate limit."),
-            "log_lines_dropped_total": (dropped_log_lines,
+            "log_lines_dropped_total": (lambda: log.writer.dropped,
                 "Log lines dropped because stderr is not read."),
             "task_failures_total": (lambda: by("task", dict(sorted(failures.items()))),
                 "Failures outside of requests, each with a log line: tasks, callbacks, threads."),

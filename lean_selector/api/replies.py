@@ -99,10 +99,8 @@ class Queued:
 class LaterReply(PendingReply):
     """The result of a handler that cannot answer at once."""
 
-    def __init__(
-        self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
-    ) -> None:
-        super().__init__(on_disconnect, is_being_made=is_being_made)
+    def __init__(self, *, is_being_made: bool = False) -> None:
+        super().__init__(is_being_made=is_being_made)
         self.fault: Exception | None = None  # why no worker was chosen, for the meters
 
     def answer_with(self, body: object) -> None:

@@ -75,7 +75,6 @@ class Events:
     view: FleetView
     call_soon: CallSoon
     call_later: Callable[[float, Callable[[], None]], object]
-    clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self._listeners: dict[_Listener, None] = {}
@@ -139,13 +138,13 @@ class Events:
 
     def _run_round(self) -> None:
         """Works at most SLICE_S seconds: computes and sends changes. Schedules the rest."""
-        ends, going = self.clock() + SLICE_S, self._round
+        ends, going = time.perf_counter() + SLICE_S, self._round
         if going is None:
             return
         is_over = True
         try:
             for _ in going:
-                if self.clock() >= ends:
+                if time.perf_counter() >= ends:
                     is_over = False
                     break
         finally:

@@ -45,9 +45,8 @@ class ServiceState:
     peer. `is_draining`: the service shuts down, but still answers. `state_fault`: why the state
     directory cannot be written."""
 
-    def __init__(self, *, is_recovering: bool = False) -> None:
-        self.is_recovering = is_recovering
-        self.is_draining = False
+    def __init__(self) -> None:
+        self.is_recovering = self.is_draining = False
         self.state_fault: str | None = None
 
 

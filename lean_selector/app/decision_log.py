@@ -93,14 +93,9 @@ class RotatingFile(LineWriter):
 
     def _write_all(self, data: bytes) -> None:
         try:
-            while data:
-                end = data.rfind(b"\n", 0, max(0, self._most_bytes - self._size)) + 1
-                if not end and self._size > len(self._header):
-                    self._rotate()
-                    continue
-                end = end or data.index(b"\n") + 1  # one line exceeds the size limit
-                self._write_whole(data[:end])
-                data = data[end:]
+            if self._size + len(data) > self._most_bytes and self._size > len(self._header):
+                self._rotate()
+            self._write_whole(data)
         except OSError:  # a failing log must not stop the service
             self.failed += data.count(b"\n")
 

@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
@@ -241,9 +242,9 @@ class KubernetesFinder:
             f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
             f"&resourceVersion={quote(self.version, safe='')}"
         )
-        async with self.client.lines(url, silence_s=SILENCE_S) as lines:
-            self.sighting.found(self._count)
-            while (line := await lines.next()) is not None:
+        async with aclosing(self.client.lines(url, silence_s=SILENCE_S)) as lines:
+            async for line in lines:
+                self.sighting.found(self._count)
                 if line.strip():
                     self._take(msgspec.json.decode(line, type=WatchEvent))
 

@@ -12,6 +12,7 @@ from typing import Final, Protocol, cast
 import httptools
 
 from lean_selector.http.body import ChunkedBody, SizedBody, UnboundedBody
+from lean_selector.http.head import HeaderCollector
 from lean_selector.http.urls import Url
 
 MOST_HEAD_BYTES: Final = 64 * 1024
@@ -54,20 +55,8 @@ class AnswerHead:
         self.keeps = keeps  # whether the connection can be reused after the body
 
 
+# The header fields that tell where an answer ends.
 _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
-
-
-class _Collector:
-    """Collects the header fields that tell where an answer ends. httptools calls `on_header`."""
-
-    def __init__(self) -> None:
-        self.fields: dict[bytes, bytes] = {}
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        if name in _READ:
-            known = self.fields.get(name)
-            self.fields[name] = value if known is None else known + b"," + value
 
 
 class _Judged:
@@ -122,8 +111,14 @@ def _judge(text: bytes) -> _Judged:
     """Parse the head of an answer, without the cache. Raises MalformedAnswer."""
     if _STATUS_LINE.match(text) is None:
         raise MalformedAnswer("the answer is not HTTP: it has no status line of HTTP/1.1")
-    collector = _Collector()
-    parser = httptools.HttpResponseParser(collector)
+    fields: dict[bytes, bytes] = {}
+
+    def collect(name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name in _READ:
+            fields[name] = fields[name] + b"," + value if name in fields else value
+
+    parser = httptools.HttpResponseParser(HeaderCollector(collect))
     try:
         parser.feed_data(text)
     except httptools.HttpParserUpgrade:
@@ -133,7 +128,6 @@ def _judge(text: bytes) -> _Judged:
     status = parser.get_status_code()
     if status == 101:
         raise MalformedAnswer("the other side changed the protocol")
-    fields = collector.fields
     options = fields.get(b"connection", b"").lower()
     is_http11 = parser.get_http_version() == "1.1"
     keeps = b"close" not in options and (is_http11 or b"keep-alive" in options)

@@ -155,7 +155,7 @@ def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> H
 HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 
-class _Collector:
+class HeaderCollector:
     """The callback for header fields. httptools finds the method by its name, `on_header`."""
 
     def __init__(self, on_header: Callable[[bytes, bytes], object]) -> None:
@@ -177,7 +177,7 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
     is_upgrade = False
     head = b"POST / HTTP/" + text
     try:
-        httptools.HttpRequestParser(_Collector(first_values.setdefault)).feed_data(head)
+        httptools.HttpRequestParser(HeaderCollector(first_values.setdefault)).feed_data(head)
     except httptools.HttpParserUpgrade:
         is_upgrade = True
     except httptools.HttpParserError as error:
@@ -214,7 +214,7 @@ def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
         fields[name] = fields[name] + b", " + value if name in fields else value
 
     with suppress(httptools.HttpParserUpgrade):
-        httptools.HttpRequestParser(_Collector(merge)).feed_data(head)
+        httptools.HttpRequestParser(HeaderCollector(merge)).feed_data(head)
     return fields, hosts
 
 

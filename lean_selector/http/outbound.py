@@ -11,7 +11,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -204,48 +204,6 @@ class Exchange:
         self._wake()
 
 
-class Lines:
-    """Reads the lines of one answer's body, in order, when the caller asks for them."""
-
-    def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
-        """`silence_s` limits each wait for more data; `most_bytes` limits the length of a line."""
-        self._exchange: Final = exchange
-        self._silence_s = silence_s
-        self._most_bytes = most_bytes
-        self._ready: deque[bytes] = deque()
-        self._rest = bytearray()
-        self._is_over = False
-
-    async def next(self) -> bytes | None:
-        """Return the next line without its line end; None at the end. Raises OutboundFailed."""
-        while not self._ready:
-            if self._is_over:
-                return None
-            try:
-                async with asyncio.timeout(self._silence_s):
-                    piece = await self._exchange.piece()
-            except TimeoutError:
-                raise OutboundFailed(f"nothing received for {self._silence_s:g} s") from None
-            self._take(piece)
-        return self._ready.popleft()
-
-    def _take(self, piece: bytes | None) -> None:
-        if piece is None:
-            self._is_over = True
-            if self._rest:
-                self._ready.append(bytes(self._rest))
-            return
-        first, newline, others = piece.partition(b"\n")
-        self._rest += first
-        if len(self._rest) > self._most_bytes:
-            raise OutboundFailed(f"a line has more than {self._most_bytes} bytes")
-        if newline:
-            *whole, last = others.split(b"\n")
-            self._ready.append(bytes(self._rest))
-            self._ready.extend(whole)
-            self._rest = bytearray(last)
-
-
 # -- the client ------------------------------------------------------------------------------------
 
 
@@ -297,26 +255,35 @@ class OutboundClient:
             raise OutboundFailed(f"GET {url}: {_cited(answer.status, answer.body)}", answer.status)
         return answer.body
 
-    @asynccontextmanager
     async def lines(
-        self,
-        url: str,
-        *,
-        timeout_s: float = TIMEOUT_S,
-        silence_s: float,
-        most_bytes: int = MOST_LINE_BYTES,
-    ) -> AsyncIterator[Lines]:
-        """Send a GET, and yield the lines of the 2xx answer. Leaving `async with` ends the request.
-        `timeout_s` limits the wait for the head, `silence_s` limits each wait for more data, and
-        `most_bytes` limits a line's length. Connecting and reading raise OutboundFailed."""
-        with _failures_of(f"GET {url}", timeout_s):
+        self, url: str, *, silence_s: float, most_bytes: int = MOST_LINE_BYTES
+    ) -> AsyncGenerator[bytes, None]:
+        """Send a GET, and yield the lines of the 2xx answer without their line ends; first an empty
+        one, once the head is there. Closing the iterator ends the request. `silence_s` limits each
+        wait for more data, `most_bytes` a line's length. Raises OutboundFailed."""
+        with _failures_of(f"GET {url}", TIMEOUT_S):
             async with AsyncExitStack() as open_:
-                async with asyncio.timeout(timeout_s):
+                async with asyncio.timeout(TIMEOUT_S):
                     exchange = await open_.enter_async_context(
-                        self.exchange("GET", url, b"", timeout_s)
+                        self.exchange("GET", url, b"", TIMEOUT_S)
                     )
                     await succeeded(exchange)
-                yield Lines(exchange, silence_s, most_bytes)
+                yield b""
+                rest, is_over = b"", False
+                while not is_over:
+                    try:
+                        async with asyncio.timeout(silence_s):
+                            piece = await exchange.piece()
+                    except TimeoutError:
+                        raise OutboundFailed(f"nothing received for {silence_s:g} s") from None
+                    is_over = piece is None
+                    *whole, rest = (rest + (piece or b"")).split(b"\n")
+                    if len(rest) > most_bytes:
+                        raise OutboundFailed(f"a line has more than {most_bytes} bytes")
+                    for line in whole:
+                        yield line
+                if rest:
+                    yield rest
 
     @asynccontextmanager
     async def exchange(

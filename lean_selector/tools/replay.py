@@ -52,14 +52,14 @@ class SettingChange(msgspec.Struct, frozen=True):
         return self.low > 0.0 or self.high < 0.0
 
 
-def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> SettingChange:
+def change_of(ours: Sequence[float], others: Sequence[float]) -> SettingChange:
     """Return the relative change from the mean of `others` to that of `ours`. Both lists have one
     value per request. The interval is bootstrapped from up to 40 groups of successive requests."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
     ]
-    rng, draws = random.Random(seed), list[float]()
+    rng, draws = random.Random(0), list[float]()
     for _ in range(_DRAWS):
         drawn = rng.choices(pairs, k=len(pairs))
         draws.append(sum(each[0] for each in drawn) / max(1e-9, sum(each[1] for each in drawn)) - 1)

@@ -131,7 +131,10 @@ def test_a_log_goes_on_behind_what_there_is_and_begins_anew_at_its_size(tmp_path
     assert len(lines_of(path)) == 6  # each process has a header
     most = path.stat().st_size
     logged = LoggedSelector(path, most)
-    logged.serve(*map(str, range(20)))
+    for name in map(str, range(20)):
+        logged.serve(name)
+        logged.log.hand_over()
+        logged.log._file.flush(60.0)
     logged.log.close()
     for each in (path, before):
         assert each.stat().st_size <= most

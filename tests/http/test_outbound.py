@@ -246,21 +246,18 @@ async def test_lines_come_as_they_are_sent() -> None:
         await heard.wait()
         writer.write(chunk(b"o\n\nthr") + chunk(b"ee") + chunk(b""))
 
-    async with serving(serve) as served, client().lines(served.url, silence_s=LONG_S) as lines:
-        assert await lines.next() == b"one"
+    async with serving(serve) as served:
+        lines = client().lines(served.url, silence_s=LONG_S)
+        assert [await anext(lines) for _ in range(2)] == [b"", b"one"]
         heard.set()
-        assert [await lines.next() for _ in range(4)] == [b"two", b"", b"three", None]
-        assert await lines.next() is None
+        assert [line async for line in lines] == [b"two", b"", b"three"]
 
 
 @on_loop
 async def test_lines_end_with_a_clear_line_when_the_connection_does() -> None:
     async def story(silence_s: float = LONG_S, most_bytes: int = 1000) -> list[bytes]:
-        found = []
-        async with client().lines(served.url, silence_s=silence_s, most_bytes=most_bytes) as lines:
-            while (line := await lines.next()) is not None:
-                found.append(line)
-        return found
+        lines = client().lines(served.url, silence_s=silence_s, most_bytes=most_bytes)
+        return [line async for line in lines]
 
     async with serving(says(CHUNKED + chunk(b"a\nb"))) as served:
         assert "the connection ended amid the answer" in (await told(story())).message
@@ -290,8 +287,9 @@ async def test_who_sends_more_than_we_take_has_to_wait() -> None:
             await writer.drain()
             sent += 1
 
-    async with serving(serve) as served, client().lines(served.url, silence_s=LONG_S) as lines:
-        assert await lines.next() == b"a" * 9999
+    async with serving(serve) as served:
+        lines = client().lines(served.url, silence_s=LONG_S)
+        assert [await anext(lines) for _ in range(2)] == [b"", b"a" * 9999]
         looks = [-1]
 
         def has_stopped() -> bool:
@@ -302,7 +300,7 @@ async def test_who_sends_more_than_we_take_has_to_wait() -> None:
         await until(has_stopped, "the sender waits")
         stopped_at = sent
         for _ in range(stopped_at + 2 * MOST_WAITING_BYTES // 10_000):
-            assert await lines.next() == b"a" * 9999
+            assert await anext(lines) == b"a" * 9999
         assert sent > stopped_at, "reading on lets it send on"
 
 
@@ -318,8 +316,9 @@ async def test_a_request_that_is_given_up_closes_its_connection() -> None:
             closed.set()
 
     async with serving(serve) as served:
-        async with client().lines(served.url, silence_s=LONG_S) as lines:
-            assert await lines.next() == b"a"
+        lines = client().lines(served.url, silence_s=LONG_S)
+        assert [await anext(lines) for _ in range(2)] == [b"", b"a"]
+        await lines.aclose()
         await asyncio.wait_for(closed.wait(), DEADLINE_S)
         closed.clear()
         asking = asyncio.ensure_future(client().get(served.url))
