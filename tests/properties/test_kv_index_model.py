@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.index import device_tier, holes, kv_index, sweeping
-from lean_selector.core.index import engine_hashes as hashes_in_dicts
-from lean_selector.core.index.engine_hashes import EngineHashes, HashesInDicts
+from lean_selector.core.index.engine_hashes import EngineHashes, HashesInDict
 from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, StoreResult, Tier
@@ -24,7 +23,7 @@ from tests.support.driven_selector import pack
 
 Path = tuple[int, ...]
 # Both forms of a rank's names, whatever form of the package runs; one with segments that fill soon.
-NEW_NAMES = st.sampled_from([HashesInDicts, HashesPacked, partial(HashesPacked, 4)])
+NEW_NAMES = st.sampled_from([HashesInDict, HashesPacked, partial(HashesPacked, 4)])
 RANKS = [(1, 0), (1, 1), (2, 0), (2**64 - 1, 2**32 - 1)]
 
 
@@ -286,15 +285,10 @@ def test_the_index_does_what_the_model_does(
     new_names: Callable[[], EngineHashes],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if tight:  # strands, segments and dead ends so short that a few blocks fill them
+        if tight:  # strands and dead ends so short that a few blocks fill them
             patch.setattr(device_tier, "STRAND_BLOCKS", 3)
             patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
             patch.setattr(device_tier, "_MAX_OTHERS_TO_GROW", 1)
-            for name, value in {"BITS": 1, "MASK": (1 << 9) - 1, "BYTES": 16}.items():
-                patch.setattr(hashes_in_dicts, f"_SEGMENT_{name}", value)
-            patch.setattr(hashes_in_dicts, "_STRAND_SHIFT", 9)
-            patch.setattr(hashes_in_dicts, "_RECENT_SEGMENTS", 1)
-            patch.setattr(hashes_in_dicts, "_FRONT_BLOCKS", 4)
         if swept_later:  # what is dropped is taken apart only when somebody asks for it
             patch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
             patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from lean_selector.core.hashing import local_hashes
-from lean_selector.core.index.engine_hashes import EngineHashes, HashesInDicts
+from lean_selector.core.index.engine_hashes import EngineHashes, HashesInDict
 from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
@@ -157,7 +157,7 @@ class Vllm:
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("reports", [False, True], ids=["silent", "reports"])
 @pytest.mark.parametrize("looks_ahead", [False, True], ids=["plain", "lookahead"])
-@pytest.mark.parametrize("new_names", [HashesInDicts, HashesPacked])
+@pytest.mark.parametrize("new_names", [HashesInDict, HashesPacked])
 def test_the_index_predicts_what_the_engine_hits(
     new_names: type[EngineHashes], looks_ahead: bool, reports: bool, groups: int, rounds: Rounds
 ) -> None:

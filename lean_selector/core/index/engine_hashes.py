@@ -4,8 +4,8 @@
 An engine hash is called a name here. A rank has a row for each strand: the blocks' names, with 0
 for a block that the rank does not hold. Rare cases are stored apart from the rows: aliases (further
 names of a block), copies (a block was stored again under the same name), and names that several
-blocks share. Two classes find the address of a name. `HashesInDicts` is fast in plain Python;
-`HashesPacked` takes a fifth of the memory, and is fast when compiled. Spec: indexer.md 3.2, 7.4.
+blocks share. Two classes find the address of a name. `HashesInDict` is fast in plain Python;
+`HashesPacked` takes a sixth of the memory, and is fast when compiled. Spec: indexer.md 3.2, 7.4.
 
 If two blocks share a name, the name stands for the newer block. After the newer block is removed,
 the name stands for the older one. A block with aliases or copies exists until all its names and
@@ -14,10 +14,10 @@ copies are removed."""
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Final, cast
+from typing import Final
 
 from lean_selector.core.hashing import u64s
-from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, common_prefix
+from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.sweeping import emptied
 
 NOWHERE: Final = -1
@@ -68,14 +68,45 @@ class EngineHashes:
         these blocks may have a hash yet, and no hash may occur twice in `packed`."""
         raise NotImplementedError
 
-    def drop_name(self, name: int, address: int) -> None:
-        """Remove `name`, the first engine hash of the block at `address`, from the look-up
-        table."""
-        raise NotImplementedError
-
     def dismantled(self) -> Iterator[None]:
         """Free all memory except `rows`, in steps. The object is unusable afterwards."""
         raise NotImplementedError
+
+    def _forget(self, name: int) -> None:
+        """Remove a hash from the look-up table."""
+        raise NotImplementedError
+
+    def _put(self, name: int, address: int) -> None:
+        """Add a hash to the look-up table."""
+        raise NotImplementedError
+
+    def drop_name(self, name: int, address: int) -> None:
+        """Remove `name`, the first engine hash of the block at `address`, from the look-up
+        table."""
+        addresses = self.listed.get(name) if self.listed else None
+        if addresses is None:
+            self._forget(name)
+            return
+        addresses.remove(address)
+        if not addresses:  # name 0 stays listed even if it has only one address
+            del self.listed[name]
+        elif name and len(addresses) == 1:
+            del self.listed[name]
+            self._put(name, addresses[0])
+
+    def dismantled_extra(self) -> Iterator[None]:
+        yield from emptied(self.aliases)
+        yield from emptied(self.alias_at)
+        yield from emptied(self.copies)
+        yield from emptied(self.listed)
+
+    def empty(self, low: int, high: int, gone: dict[int, int]) -> None:
+        """Set hashes at addresses `low` through `high`, all of one strand, to 0. Add the addresses
+        to the masks in `gone`."""
+        count, strand, position = high - low + 1, low >> POSITION_BITS, low & POSITION_MASK
+        row = self.rows[strand]
+        row[position << 3 : (position + count) << 3] = bytes(count << 3)
+        gone[strand] = gone.get(strand, 0) | ((1 << count) - 1) << position
 
     def discard(self, address: int) -> None:
         """Remove all engine hashes of the block at `address`. The rank must hold the block."""
@@ -230,180 +261,69 @@ class EngineHashes:
         self.renamed.append(address >> POSITION_BITS)
 
 
-# -- dicts, for the interpreted form ---------------------------------------------------------------
-# Dicts that map an engine hash to the segment of a row: for the interpreted form.
-
-# To grow a dict of 40 000 entries takes 1 ms, of 100 000 takes 3, of 1 000 000 takes 50 (measured).
-# So a rank's first dict holds at most this many blocks. Further blocks go to other dicts, whose
-# number is a power of 2. The hash chooses the dict, which costs 0.1 us more per block.
-_FRONT_BLOCKS = 40_000
-_SHARDS = 32
-# The dicts map to a segment of a row, not to an address. So all blocks of a segment share one int,
-# and to find a hash among the segment's 64 takes 0.1 us.
-_SEGMENT_BITS = 6
-_STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
-_SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
-_SEGMENT_BYTES = 8 << _SEGMENT_BITS
-_RECENT_SEGMENTS = 256  # cached ints, shared by events that fill a segment one block at a time
-_LISTED = -1  # dict value of a name whose addresses are in `listed`
+# -- a dict, for the interpreted form --------------------------------------------------------------
 
 
-class HashesInDicts(EngineHashes):
-    """Dicts map each hash to a group of 64 blocks, which is then searched. Fast in plain Python."""
+class HashesInDict(EngineHashes):
+    """A dict maps each hash to an address. It lacks hash 0 and hashes that several blocks share."""
 
-    __slots__ = ("_front", "_recent", "_shards")
+    __slots__ = ("_at",)
 
     def __init__(self) -> None:
         super().__init__()
-        # Rows use 0 for "not held", so name 0 is always listed.
-        self._front: dict[int, int] = {0: _LISTED}
-        self._shards: list[dict[int, int]] = []  # empty until the first dict is full
-        self._recent: dict[int, int] = {}  # segment -> the int object for it
+        self._at: dict[int, int] = {}
 
     def find(self, name: int) -> int:
         if self.aliases and name in self.aliases:
             return self.aliases[name]
-        segment = self._front.get(name)
-        if segment is None:
-            if self._shards:
-                segment = self._shards[name & (_SHARDS - 1)].get(name)
-            if segment is None:
-                return NOWHERE
-        if segment == _LISTED:
-            addresses = self.listed.get(name)
-            return addresses[-1] if addresses else NOWHERE
-        eight = name.to_bytes(8, "little")
-        strand = segment >> _STRAND_SHIFT
-        row = self.rows[strand]
-        if row.endswith(eight):  # usually: the last block is the next one's parent
-            return strand << POSITION_BITS | (len(row) >> 3) - 1
-        return self._locate(eight, segment)
-
-    def _dict_of(self, name: int) -> dict[int, int] | None:
-        if name not in self._front and self._shards:
-            shard = self._shards[name & (_SHARDS - 1)]
-            return shard if name in shard else None
-        return self._front if name in self._front else None
-
-    def _locate(self, name: bytes, segment: int) -> int:
-        strand = segment >> _STRAND_SHIFT
-        row = self.rows[strand]
-        start = (segment & _SEGMENT_MASK) * _SEGMENT_BYTES
-        at = row.find(name, start, start + _SEGMENT_BYTES)
-        while at & 7:
-            at = row.find(name, at + 1, start + _SEGMENT_BYTES)
-        assert at >= start, "a name in a dict has its entry in the row"
-        return strand << POSITION_BITS | at >> 3
+        if self.listed and name in self.listed:
+            return self.listed[name][-1]
+        return self._at.get(name, NOWHERE)
 
     def take(self, packed: bytes) -> dict[int, int]:
         names = u64s(len(packed) >> 3).unpack(packed)
         if self.is_told_apart(names):
             return self.take_each(packed)
         gone: dict[int, int] = {}
-        front, shards, mask = self._front, self._shards, _SHARDS - 1
-        if len(names) == 1:  # usual for an engine that evicts a block per decoded block
-            holder = self._dict_of(names[0])
-            if holder is not None and names[0]:
-                address = self._locate(packed, holder.pop(names[0]))
-                strand, start = address >> POSITION_BITS, (address & POSITION_MASK) << 3
-                self.rows[strand][start : start + 8] = NO_NAME
-                gone[strand] = 1 << (address & POSITION_MASK)
-            return gone
-        segments = list(map(front.pop, names, repeat(None)))
-        if shards:
-            pairs = zip(names, segments, strict=True)
-            segments = [
-                shards[name & mask].pop(name, None) if segment is None else segment
-                for name, segment in pairs
-            ]
-        if 0 not in front:  # 0 was among the names, but no block has it
-            front[0] = _LISTED
-            segments = [None if segment == _LISTED else segment for segment in segments]
-        if not all(segments):  # segment 0 is known, but false
-            pairs = zip(names, segments, strict=True)
-            known = [(name, segment) for name, segment in pairs if segment is not None]
-            names = tuple(name for name, _ in known)
-            segments = [segment for _, segment in known]
-        if names:
-            self._empty_rows(names, cast("list[int]", segments), gone)
+        low, high = 0, NOWHERE
+        for address in map(self._at.pop, names, repeat(NOWHERE)):
+            if address == NOWHERE:
+                continue
+            if high != NOWHERE and address == low - 1 and low & POSITION_MASK:
+                low = address
+            elif high != NOWHERE and address == high + 1 and address & POSITION_MASK:
+                high = address
+            else:
+                if high != NOWHERE:
+                    self.empty(low, high, gone)
+                low = high = address
+        if high != NOWHERE:
+            self.empty(low, high, gone)
         return gone
-
-    def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Set `names` to 0 in `rows`. Add their positions to the bit masks in `gone` (by strand).
-        `segments`: per name, the number of its group of 64 row entries. Fast if blocks adjoin."""
-        count = len(names)
-        address = self._locate(names[0].to_bytes(8, "little"), segments[0])
-        before = address & POSITION_MASK and count > 1
-        if before and names[1] == int.from_bytes(self.name_at(address - 1), "little"):
-            names = names[::-1]
-            segments.reverse()
-        packed = u64s(count).pack(*names)
-        at = 0
-        while at < count:
-            address = self._locate(packed[at << 3 : (at + 1) << 3], segments[at])
-            strand, position = address >> POSITION_BITS, address & POSITION_MASK
-            row = self.rows[strand]
-            same = common_prefix(row, position << 3, packed, at << 3)
-            row[position << 3 : (position << 3) + same] = bytes(same)
-            gone[strand] = gone.get(strand, 0) | (1 << (same >> 3)) - 1 << position
-            at += same >> 3
-
-    def drop_name(self, name: int, address: int) -> None:
-        holder = self._dict_of(name)
-        assert holder is not None
-        if holder[name] != _LISTED:
-            del holder[name]
-            return
-        addresses = self.listed[name]
-        addresses.remove(address)
-        if not addresses:  # name 0 stays listed even if it has only one address
-            del self.listed[name]
-        elif name and len(addresses) == 1:
-            holder[name] = addresses[0] >> _SEGMENT_BITS
-            del self.listed[name]
 
     def add(self, address: int, packed: bytes) -> None:
         names: Sequence[int] = u64s(len(packed) >> 3).unpack(packed)
-        if self.aliases:
-            for name in names:
-                self.forget_alias(name)
-        front, shards, mask, recent = self._front, self._shards, _SHARDS - 1, self._recent
-        first, end = address, address + len(names)
-        while first < end:
-            segment = first >> _SEGMENT_BITS
-            segment = recent.setdefault(segment, segment)
-            last = (segment + 1) << _SEGMENT_BITS
-            is_all = first == address and end <= last
-            here = names if is_all else names[first - address : last - address]
-            if not shards and front.keys().isdisjoint(here):
-                for name in here:
-                    front[name] = segment
-                first = last
-                continue
-            for name in here:
-                holder = shards[name & mask] if shards else front
-                if name in front or name in holder:
-                    self._add_another(name, address + names.index(name))
+        for name in names if self.aliases else ():
+            self.forget_alias(name)
+        at, listed = self._at, self.listed
+        if len(names) > 1 and not listed and 0 not in names and at.keys().isdisjoint(names):
+            at.update(zip(names, range(address, address + len(names)), strict=True))
+        else:
+            for each, name in enumerate(names, address):
+                if not name or name in listed:
+                    listed.setdefault(name, []).append(each)
+                elif name in at:
+                    listed[name] = [at.pop(name), each]
                 else:
-                    holder[name] = segment
-            first = last
-        if len(recent) > _RECENT_SEGMENTS:
-            recent.clear()
-        if not shards and len(front) > _FRONT_BLOCKS:
-            self._shards = [{} for _ in range(_SHARDS)]
-        # Add names last, because a name that is already in a row would be found there instead.
+                    at[name] = each
         self.write_row(address, packed)
 
-    def _add_another(self, name: int, address: int) -> None:
-        holder = self._dict_of(name)
-        assert holder is not None
-        if holder[name] != _LISTED:
-            self.listed[name] = [self._locate(name.to_bytes(8, "little"), holder[name])]
-            holder[name] = _LISTED
-        self.listed.setdefault(name, []).append(address)
+    def _forget(self, name: int) -> None:
+        del self._at[name]
+
+    def _put(self, name: int, address: int) -> None:
+        self._at[name] = address
 
     def dismantled(self) -> Iterator[None]:
-        for holder in (self._front, *self._shards, self.aliases, self.copies):
-            yield from emptied(holder)
-        yield from emptied(self.alias_at)
-        yield from emptied(self.listed)
+        yield from self.dismantled_extra()
+        yield from emptied(self._at)

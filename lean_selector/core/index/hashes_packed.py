@@ -9,8 +9,7 @@ from mypy_extensions import i32, i64
 
 from lean_selector.core.hashing import u64s
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
-from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
-from lean_selector.core.index.sweeping import emptied
+from lean_selector.core.index.runs import POSITION_MASK
 
 # -- the hash table --------------------------------------------------------------------------------
 # A hash table from 64-bit hashes to u32 values, 20 bytes per entry: for the compiled form.
@@ -248,21 +247,11 @@ class HashesPacked(EngineHashes):
                 high = address
             else:
                 if high >= 0:
-                    self._empty(low, high, gone)
+                    self.empty(low, high, gone)
                 low = high = address
         if high >= 0:
-            self._empty(low, high, gone)
+            self.empty(low, high, gone)
         return gone
-
-    def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Set hashes at addresses `low` through `high` to 0. Add the addresses to the masks in
-        `gone`."""
-        count: int = high - low + 1
-        strand: int = low >> POSITION_BITS
-        position: int = low & POSITION_MASK
-        row = self.rows[strand]
-        row[position << 3 : (position + count) << 3] = bytes(count << 3)
-        gone[strand] = gone.get(strand, 0) | ((1 << count) - 1) << position
 
     def add(self, address: int, packed: bytes) -> None:
         if self.aliases:
@@ -284,23 +273,14 @@ class HashesPacked(EngineHashes):
             start += 8
         self.write_row(address, packed)
 
-    def drop_name(self, name: int, address: int) -> None:
-        addresses = self.listed.get(name) if self.listed else None
-        if addresses is None:
-            self._table.pop(_signed(name))
-            return
-        addresses.remove(address)
-        if not addresses:  # name 0 stays listed even if it has only one address
-            del self.listed[name]
-        elif name and len(addresses) == 1:
-            del self.listed[name]
-            self._table.add(_signed(name), addresses[0])
+    def _forget(self, name: int) -> None:
+        self._table.pop(_signed(name))
+
+    def _put(self, name: int, address: int) -> None:
+        self._table.add(_signed(name), address)
 
     def dismantled(self) -> Iterator[None]:
-        yield from emptied(self.aliases)
-        yield from emptied(self.alias_at)
-        yield from emptied(self.copies)
-        yield from emptied(self.listed)
+        yield from self.dismantled_extra()
         while self._table.let_go():
             yield
 

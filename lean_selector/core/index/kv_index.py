@@ -20,7 +20,7 @@ from itertools import chain
 from lean_selector.core.hashing import IS_COMPILED, u64s
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
-from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDicts
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict
 from lean_selector.core.index.kv_dump import RankDump, leading_names
 from lean_selector.core.index.lower_tiers import ROOT, Holdings, LowerMatches, LowerTier
 from lean_selector.core.index.runs import Run
@@ -78,14 +78,14 @@ class Bounds:
 # -- the table of engine hashes --------------------------------------------------------------------
 # The table of engine hashes that is fast in this form of the package.
 #
-# Compiled, the packed table is as fast as dicts and takes a fifth of their memory. Interpreted, it
+# Compiled, the packed table is as fast as a dict and takes a sixth of its memory. Interpreted, it
 # is thirty times slower. Both behave alike: the index tests run with each.
 
 
 def engine_hashes() -> EngineHashes:
     """Return an empty table for the engine hashes of one rank's blocks."""
     if not IS_COMPILED:
-        return HashesInDicts()
+        return HashesInDict()
     # Imported here: it needs a dependency that only the compiled form has.
     from lean_selector.core.index.hashes_packed import (  # pragma: no cover: compiled only
         HashesPacked,

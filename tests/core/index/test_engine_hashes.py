@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean_selector.core.index import engine_hashes as hashes_in_dicts
-from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDicts
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict
 from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, STRAND_BLOCKS
 from tests.support.driven_selector import pack
 
-# 0 stands in a row as nothing does; the others share shards, bytes and low bits.
+# 0 stands in a row as nothing does; the others share bytes and low bits.
 NAMES = [0, 1, 2, 3, 33, 65, 256, 1 << 56, 2**64 - 1, *range(100, 110)]
 names = st.sampled_from(NAMES)
 strands = st.integers(0, 3)
@@ -25,25 +24,17 @@ strands = st.integers(0, 3)
 class Names(RuleBasedStateMachine):
     """`held` is what each place was named first; a name stands for the newest of its places."""
 
-    front_blocks = 40_000
-
     def none_yet(self) -> EngineHashes:
-        return HashesInDicts()
+        return HashesInDict()
 
     @initialize()
     def start(self) -> None:
-        self.patched = pytest.MonkeyPatch()
-        self.patched.setattr(hashes_in_dicts, "_FRONT_BLOCKS", self.front_blocks)
         self.hashes = self.none_yet()
         self.held: dict[int, int] = {}
         self.addresses: dict[int, list[int]] = {}
         self.second: dict[int, int] = {}  # a further name -> its place, oldest first
         self.copies: Counter[int] = Counter()
         self.ends: dict[int, int] = {}  # strand -> positions that were ever named, less what is cut
-
-    def teardown(self) -> None:
-        if hasattr(self, "patched"):
-            self.patched.undo()
 
     def address_of(self, name: int) -> int:
         if name in self.second:
@@ -184,12 +175,6 @@ class Names(RuleBasedStateMachine):
             assert self.hashes.named_end(strand) == max(ends, default=0)
 
 
-class NamesInShards(Names):
-    """The same where the first dict is full after three blocks."""
-
-    front_blocks = 3
-
-
 class PackedNames(Names):
     """The same in a packed table."""
 
@@ -205,17 +190,15 @@ class PackedNamesInSmallSegments(Names):
 
 
 TestNames = Names.TestCase
-TestNamesInShards = NamesInShards.TestCase
 TestPackedNames = PackedNames.TestCase
 TestPackedNamesInSmallSegments = PackedNamesInSmallSegments.TestCase
-ALL_FORMS = TestNames, TestNamesInShards, TestPackedNames, TestPackedNamesInSmallSegments
+ALL_FORMS = TestNames, TestPackedNames, TestPackedNamesInSmallSegments
 for _case in ALL_FORMS:
     _case.settings = settings(max_examples=60, stateful_step_count=30)
 del _case  # or it would be collected once more
 
 
-# Each once, as an engine has them that names a block but once: two full segments of a row and a
-# part of one; the fourth stands behind bytes that look like it.
+# Each once, as an engine has them that names a block but once.
 ROWS = {
     0: [5, 6, 1 << 56, 0x0101010101010101, *range(300, 430)],
     STRAND_BLOCKS: [37, 69, *range(500, 509)],
@@ -233,18 +216,15 @@ def stretches(draw: st.DrawFn) -> list[int]:
     return given[start::step][: draw(st.integers(1, 70))]
 
 
-@pytest.mark.parametrize("front_blocks", [40_000, 3])
-@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+@pytest.mark.parametrize("form", [HashesInDict, HashesPacked])
 @settings(max_examples=100)
 @given(removals=st.lists(st.one_of(single_names, stretches()), max_size=8))
 def test_names_that_stand_once_are_removed_in_any_order(
-    form: Callable[[], EngineHashes], front_blocks: int, removals: list[list[int]]
+    form: Callable[[], EngineHashes], removals: list[list[int]]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(hashes_in_dicts, "_FRONT_BLOCKS", front_blocks)
-        hashes = form()
-        for first, row in ROWS.items():
-            hashes.add(first, pack(row))
+    hashes = form()
+    for first, row in ROWS.items():
+        hashes.add(first, pack(row))
     left = dict(PLACES)
     for removed in removals:
         gone: dict[int, int] = {}
@@ -264,7 +244,7 @@ def test_names_that_stand_once_are_removed_in_any_order(
             assert hashes.named_end(strand) == max(there, default=first - 1) + 1 - first
 
 
-@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+@pytest.mark.parametrize("form", [HashesInDict, HashesPacked])
 def test_neighbours_in_different_strands_are_told_apart(form: Callable[[], EngineHashes]) -> None:
     hashes = form()
     first, second = list(range(1, STRAND_BLOCKS + 1)), [5_000, 5_001]
@@ -273,7 +253,7 @@ def test_neighbours_in_different_strands_are_told_apart(form: Callable[[], Engin
     assert hashes.take(pack([*first[-2:], *second])) == {0: 3 << STRAND_BLOCKS - 2, 1: 3}
 
 
-@pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
+@pytest.mark.parametrize("form", [HashesInDict, HashesPacked])
 def test_what_is_dropped_is_taken_apart_in_steps(form: Callable[[], EngineHashes]) -> None:
     hashes = form()
     for strand in range(20):
@@ -284,4 +264,4 @@ def test_what_is_dropped_is_taken_apart_in_steps(form: Callable[[], EngineHashes
 
 def test_each_form_of_the_package_uses_the_one_that_it_is_quick_with() -> None:
     is_plain = isinstance(engine_hashes, FunctionType)
-    assert type(engine_hashes()) is (HashesInDicts if is_plain else HashesPacked)
+    assert type(engine_hashes()) is (HashesInDict if is_plain else HashesPacked)
