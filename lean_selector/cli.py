@@ -11,10 +11,11 @@ from lean_selector.app.flags import OneLineParser, add_flags, load
 from lean_selector.build_info import form
 
 Config = TypeVar("Config")
-# The module with `main` for each command; imported when the command is used.
+# The module and function of each command; imported when the command is used.
 TOOLS: Final = {
-    **{name: name for name in ("demo", "top", "simulate", "replay", "tune", "check")},
-    "deploy": "recipes",
+    **{name: (name, "main") for name in ("demo", "top", "simulate", "replay", "check")},
+    "tune": ("replay", "tune"),
+    "deploy": ("recipes", "main"),
 }
 COMMANDS: Final = ("gateway", *TOOLS)
 
@@ -39,10 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in TOOLS:
-        tool: Callable[[Sequence[str]], int] = import_module(
-            f"lean_selector.tools.{TOOLS[arguments[0]]}"
-        ).main
-        return tool(arguments[1:])
+        module, name = TOOLS[arguments[0]]
+        tool = getattr(import_module(f"lean_selector.tools.{module}"), name)
+        return int(tool(arguments[1:]))
     if arguments[:1] == ["gateway"]:
         return _gateway(arguments[1:])
     if arguments and not arguments[0].startswith("-"):

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq.asyncio
@@ -17,7 +17,7 @@ from lean_selector.api.exposition import Families, Sample, by, labels, table
 from lean_selector.api.replies import Answer, SlicedAnswers
 from lean_selector.app.host import StartError
 from lean_selector.app.peer_access import credentials_of
-from lean_selector.app.service_flags import ServiceConfig
+from lean_selector.app.service_flags import ReplicaKeysFlags, ServiceConfig
 from lean_selector.core.replication.catch_up import CatchUp, Fate, live_reservation
 from lean_selector.core.replication.events import (
     ReplicaApplier,
@@ -32,7 +32,7 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.links.curve_keys import CurveGate
+from lean_selector.links.curve_keys import CurveGate, check_curve, read_list, read_pair
 from lean_selector.links.links import Links
 from lean_selector.links.pub_socket import ReplicaSyncError
 from lean_selector.parts import Part
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lean_selector.replica")
 
+T = TypeVar("T")
 Lookup = Callable[[str, str], ReplicaTarget | None]
 _SMALL_SNAPSHOT = 100  # encoding takes up to a millisecond
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
@@ -58,6 +59,28 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
         return msgspec.UNSET
     public = gate.pair.public.decode()
     return CurveState(public, len(gate.admitted), gate.refused, gate.last_refused)
+
+
+def replica_gate(context: zmq.asyncio.Context, keys: ReplicaKeysFlags) -> CurveGate:
+    """Return the gate, which admits subscribing replicas by CURVE key. Raises StartError."""
+    from zmq.auth.asyncio import AsyncioAuthenticator
+
+    pair = _keys_in(keys.secret_key_file, "--replica-sync-curve-secret-key-file", read_pair)
+    admitted: tuple[bytes, ...] = (pair.public,)
+    if keys.peer_keys_file is not None:
+        admitted = _keys_in(keys.peer_keys_file, "--replica-sync-curve-peer-keys-file", read_list)
+    return CurveGate(AsyncioAuthenticator(context), pair, admitted)
+
+
+def _keys_in(path: str | None, flag: str, read: Callable[[str], T]) -> T:
+    assert path is not None
+    try:
+        check_curve()
+        return read(path)
+    except OSError as error:
+        raise StartError(f"{flag}: {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise StartError(f"{flag}: {error}") from None
 
 
 class Replication(Part):
@@ -103,8 +126,6 @@ class Replication(Part):
         self._on_applied = on_applied
         gate = None
         if config.replica_keys.secret_key_file is not None:
-            from lean_selector.app.curve_settings import replica_gate
-
             gate = replica_gate(context, config.replica_keys)
         try:
             self.sync = ReplicaSync(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lean_selector.api.exposition import Families, by, labels, table, table_of
+from lean_selector.api.exposition import Families, Sample, by, labels, table, table_of
 from lean_selector.discovery.finders import (
     DnsFinder,
     FileFinder,
@@ -156,6 +156,16 @@ class Discoveries(Part):
     def families(self) -> Families:
         """Return the metrics of discovery. The number of time series depends only on the flags."""
 
+        def states() -> list[Sample]:
+            found = by_state(self.workers or ())
+            return by("state", {state.value: count for state, count in found.items()})
+
+        def changes() -> list[Sample]:
+            roster = self.workers
+            if roster is None:
+                return []
+            return by("change", {"registered": roster.registrations, "removed": roster.removals})
+
         def sightings() -> list[tuple[str, Sighting]]:
             return [(labels(discovery=one.name, finds=finds), one) for finds, one in self.sightings]
 
@@ -169,25 +179,12 @@ class Discoveries(Part):
                     "Times that a discovery failed."),
             }),
             *table({
-                "discovered_workers": (lambda: by("state", self.worker_states()),
+                "discovered_workers": (states,
                     "Workers by discovery, by state."),
-                "discovery_changes_total": (lambda: by("change", self.changes()),
+                "discovery_changes_total": (changes,
                     "Registrations (new or changed) and removals by discovery."),
             }),
         ]  # fmt: skip
-
-    def worker_states(self) -> dict[str, int]:
-        """Return the number of discovered workers in each state."""
-        if self.workers is None:
-            return {}
-        return {state.value: count for state, count in by_state(self.workers).items()}
-
-    def changes(self) -> dict[str, int]:
-        """Return how many registrations and removals discovery has made so far."""
-        if self.workers is None:
-            return {}
-        roster = self.workers
-        return {"registered": roster.registrations, "removed": roster.removals}
 
     def report(self) -> DiscoveryReport:
         now = time.monotonic()

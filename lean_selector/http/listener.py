@@ -10,7 +10,6 @@ import ctypes
 import errno
 import logging
 import os
-import secrets
 import socket
 import stat
 import struct
@@ -107,8 +106,8 @@ class UnixPath:
         self._ours: tuple[int, int] | None = None  # (device, inode)
 
     def take(self) -> socket.socket:
-        """Return a bound socket with mode 0660; a stream socket also listens. Atomically replaces a
-        stale socket at this path. Raises OSError, also if a process listens at the path."""
+        """Return a bound socket with mode 0660; a stream socket also listens. Replaces a stale
+        socket at this path. Raises OSError, also if a process listens at the path."""
         if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
             raise OSError("AF_UNIX path too long")  # what Python's bind would report
         if self._is_taken():
@@ -116,21 +115,17 @@ class UnixPath:
         listening = socket.socket(socket.AF_UNIX, self._kind)
         before = os.umask(0o117)
         try:
-            name = _bind_beside(listening, self._path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            listening.bind(self._path)
+            if self._kind == socket.SOCK_STREAM:
+                listening.listen(BACKLOG)
+            made = os.lstat(self._path)
         except BaseException:
             listening.close()
             raise
         finally:
             os.umask(before)
-        try:
-            if self._kind == socket.SOCK_STREAM:
-                listening.listen(BACKLOG)
-            made = os.lstat(name)
-            os.rename(name, self._path)
-        except BaseException:
-            os.unlink(name)
-            listening.close()
-            raise
         self._ours = made.st_dev, made.st_ino
         return listening
 
@@ -160,21 +155,6 @@ class UnixPath:
             there = os.lstat(self._path)
             if (there.st_dev, there.st_ino) == ours:
                 os.unlink(self._path)
-
-
-def _bind_beside(listening: socket.socket, path: str) -> str:
-    """Bind the socket to a new temporary path beside `path`. Return the temporary path."""
-    folder = os.path.dirname(path)
-    while True:
-        # The name is short, because a socket's path has a length limit.
-        name = os.path.join(folder, "." + secrets.token_hex(2))
-        try:
-            listening.bind(name)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-        else:
-            return name
 
 
 class Listener:

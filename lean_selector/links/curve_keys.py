@@ -54,10 +54,10 @@ class CurveClient(NamedTuple):
     believed: tuple[bytes, ...]
 
 
-def check_curve(flag: str) -> None:
-    """Raise BadKeys if this libzmq has no CURVE. The error text begins with `flag`."""
+def check_curve() -> None:
+    """Raise BadKeys if this libzmq has no CURVE."""
     if not zmq.has("curve"):
-        raise BadKeys(f"{flag}: libzmq {zmq.zmq_version()} was built without CURVE")
+        raise BadKeys(f"libzmq {zmq.zmq_version()} was built without CURVE")
 
 
 def read_pair(path: str) -> KeyPair:

@@ -29,7 +29,6 @@ from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.http.urls import Url, base_without_version
 from lean_selector.links.links import Links
 from lean_selector.links.names import Resolver
-from lean_selector.tools.check_judgements import judge_engine, judge_ports
 from lean_selector.tools.check_probes import Asked, Probes
 from lean_selector.tools.check_questions import (
     BEYOND_ALL,
@@ -37,7 +36,9 @@ from lean_selector.tools.check_questions import (
     NoReplay,
     NotASelector,
     Replays,
+    judge_engine,
     judge_port,
+    judge_ports,
 )
 from lean_selector.tools.service_process import within
 from lean_selector.wire.findings import CheckedWorker, Finding, SelectorFacts

@@ -8,8 +8,8 @@ import pytest
 import zmq.asyncio
 import zmq.auth
 
-from lean_selector.app.curve_settings import replica_gate
 from lean_selector.app.host import StartError
+from lean_selector.app.replication import replica_gate
 from lean_selector.app.service_flags import ReplicaKeysFlags
 from lean_selector.links.curve_keys import CurveGate, read_pair
 

@@ -15,7 +15,6 @@ OFF = (
     "lean_selector.http.outbound",
     "lean_selector.http.tls",
     "lean_selector.embedded",
-    "lean_selector.app.curve_settings",
     "lean_selector.app.decision_log",
     "lean_selector.app.discovery",
     "lean_selector.app.gateway_process",

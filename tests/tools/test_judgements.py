@@ -16,7 +16,7 @@ from lean_selector.api.judgements import (
 )
 from lean_selector.discovery.particulars import Particulars
 from lean_selector.tools.check import table
-from lean_selector.tools.check_judgements import judge_engine, judge_ports
+from lean_selector.tools.check_questions import judge_engine, judge_ports
 from lean_selector.wire.discovery_states import (
     DiscoveredPeer,
     DiscoveredWorker,

@@ -12,7 +12,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.batching_engine import IterationTimes
 from lean_selector.tools.calibration import calibrated
 from lean_selector.tools.recording import read_log
-from lean_selector.tools.replay import change_of
+from lean_selector.tools.replay import change_of, tune
 from lean_selector.tools.replay import main as replay
 from lean_selector.tools.simulate import policy_of
 from lean_selector.tools.simulation import (
@@ -23,7 +23,6 @@ from lean_selector.tools.simulation import (
     round_robin,
 )
 from lean_selector.tools.trace import made_up_lines
-from lean_selector.tools.tune import main as tune
 from lean_selector.wire.decision_lines import DecisionLine
 from tests.support.running_service import RunningService
 
