@@ -133,32 +133,6 @@ def _is(service: RunningService, endpoint: str, state: str) -> bool:
     return _states(service).get(endpoint, ("", None))[0] == state
 
 
-@pytest.mark.parametrize(
-    ("allowed", "state"),
-    [
-        pytest.param("10.0.0.0/8", "refused", id="its events are not"),
-        pytest.param("0.0.0.0/0:{}", "registered", id="to be caught up from it is not"),
-    ],
-)
-def test_a_found_peer_that_is_not_allowed_is_shown_with_what_is_not(
-    allowed: str, state: str
-) -> None:
-    port = free_port()
-    flags = (
-        *a_sync_port(),
-        *("--replica-sync-discover", f"dns:localhost:{port}"),
-        *("--discover-interval-secs", "0.05", "--allow-endpoint", allowed.format(port)),
-    )
-    with RunningService(*flags) as service:
-        wait_until(lambda: bool(service.get("/discovery")[1]["peers"]), "it is found")
-        peers = service.get("/discovery")[1]["peers"]
-        assert {peer["state"] for peer in peers} == {state}
-        for peer in peers:
-            assert peer["last_error"].endswith("is not allowed by --allow-endpoint")
-        registered = [peer["endpoint"] for peer in peers] if state == "registered" else []
-        assert service.get("/replica_sync/peers") == (200, sorted(registered))
-
-
 # -- names that resolve to what is not allowed -----------------------------------------------------
 
 

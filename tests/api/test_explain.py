@@ -51,51 +51,6 @@ def test_a_request_names_its_own_policy(service: InProcess) -> None:
     assert "policy" in str(answer)
 
 
-def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: InProcess) -> None:
-    service.add_worker(1)
-    service.add_worker(2)
-    service.reserve("r", 2, 32, sequence_hashes=[11, 99])
-    why = explanation(service)
-    assert {name: why[name] for name in why if name != "ranks"} == {
-        "drawn": "lowest_cost",
-        "tied_ranks": 1,
-        "temperature": 0.0,
-        "isl_tokens": 64,
-        "new_blocks": 4,
-    }
-    idle = {
-        "worker_id": 1,
-        "dp_rank": 0,
-        "filtered": None,
-        "device_blocks": 0,
-        "host_pinned_blocks": 0,
-        "disk_blocks": 0,
-        "active_prefill_tokens": 0,
-        "potential_prefill_tokens": 64,
-        "active_decode_blocks": 0,
-        "potential_decode_blocks": 4,
-        "active_requests": 0,
-        "credit_blocks": 0.0,
-        "credit_decay": 1.0,
-        "taint_factor": 1.0,
-        "cost": 8.0,
-        "probability": 1.0,
-    }
-    assert why["ranks"][0] == idle
-    assert list(why["ranks"][0]) == list(idle)
-    assert why["ranks"][1] == {
-        **idle,
-        "worker_id": 2,
-        "active_prefill_tokens": 32,
-        "potential_prefill_tokens": 96,
-        "active_decode_blocks": 2,
-        "potential_decode_blocks": 5,  # one is shared
-        "active_requests": 1,
-        "cost": 11.0,
-        "probability": 0.0,
-    }
-
-
 @pytest.mark.parametrize(
     ("narrowed", "filtered"),
     [

@@ -175,9 +175,6 @@ def ranks(first: int, count: int = 2, host: str = "w") -> dict[str, object]:
     return {"data_parallel_size": count, "kv_events_endpoints": events}
 
 
-NEXT = {"kv_events_endpoint": "tcp://n:5559", "replay_endpoint": "tcp://n:6559"}
-
-
 @pytest.mark.parametrize(
     ("field", "endpoint", "said"),
     [
@@ -194,56 +191,6 @@ def test_an_endpoint_of_another_worker_is_named(
 ) -> None:
     fields: dict[str, object] = {"kv_events_endpoint": "tcp://m:5557", field: endpoint}
     assert warned(service, worker(21, **fields)) == f"{field} {endpoint} {said}"
-
-
-@pytest.mark.parametrize(
-    ("fields", "warning"),
-    [
-        (
-            {**ranks(5557, host="m"), "replay_endpoint": "tcp://n:6556"},
-            "replay_endpoint of dp_rank 1 tcp://n:6557 is also that of worker 20 dp_rank 0",
-        ),
-        (
-            {**ranks(7557), "replay_endpoint": "tcp://w:7558"},
-            "kv_events_endpoints[1] tcp://w:7558 is also that of worker 21 dp_rank 0; "
-            "replay_endpoint tcp://w:7558 is also that of worker 21 dp_rank 1",
-        ),
-        (
-            {**ranks(7902), "replay_endpoint": "tcp://w:7910"},
-            "replay_endpoint of dp_rank 1 tcp://w:7911 is also that of worker 22 dp_rank 0",
-        ),
-        pytest.param(
-            {**ranks(7557, 4), "replay_endpoint": "tcp://*:7600"},
-            f"replay_endpoint tcp://*:7600 {LISTENS}",
-            id="of a replay that binds every host the first rank is named alone",
-        ),
-        pytest.param(
-            {**ranks(7902), "replay_endpoint": "tcp://w:7910",
-             "replay_endpoints": {"1": "tcp://w:7912"}},
-            None,
-            id="a rank with a replay endpoint of its own needs no port beside the first",
-        ),
-        pytest.param(
-            {**NEXT, "data_parallel_start_rank": 2, "endpoint": "http://n:8000/v1"},
-            None,
-            id="the next rank of one engine, as a worker of its own",
-        ),
-        pytest.param(
-            {**NEXT, "endpoint": "http://n:8000/b/v1"}, None, id="an engine behind the same proxy"
-        ),
-        pytest.param(
-            {**ranks(7557), "replay_endpoints": {"0": "tcp://w:7600", "1": "tcp://w:7600"}},
-            None,
-            id="ranks that ask at one endpoint",
-        ),
-        pytest.param({**ranks(7557), "replay_endpoint": "ipc:///run/replay"}, None, id="or path"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("neighbours")
-def test_ranks_of_one_worker_are_judged_together_and_nothing_else_is(
-    service: RunningService, fields: dict[str, object], warning: str | None
-) -> None:
-    assert warned(service, worker(21, **fields)) == warning
 
 
 def test_without_kv_events_their_endpoints_are_not_judged() -> None:

@@ -1,12 +1,9 @@
 """Replicas as their users see them: what one is told shows on the others, over real sockets."""
 
 import itertools
-import json
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -14,9 +11,8 @@ import zmq
 
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
 from tests.support.prometheus_tools import scrape
-from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
+from tests.support.replica_member import BOOKED, IDLE, Loads, Member, mesh
 from tests.support.running_service import RunningService, free_port, wait_until
-from tests.support.threaded_server import ThreadedServer, send
 
 
 @contextmanager
@@ -80,49 +76,6 @@ def test_a_restarted_replica_catches_up_fully() -> None:
                     members[number % 2].free(f"r{number}")
             late.free("on rank 1")  # of another: whoever is called says so to all
             shown_everywhere([*members, late], [(0, 0), (0, 0)])
-
-
-@contextmanager
-def peer_answering(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
-    """Its URL, and the paths that it was asked for."""
-    asked: list[str] = []
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        asked.append(handler.path)
-        send(handler, status, body)
-
-    with ThreadedServer(answer) as server:
-        yield server.url, asked
-
-
-def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        line = {
-            **{"model_name": MODEL, "tenant_id": "t1", "block_size": 16, "worker_id": 7},
-            **{"request_id": "r", "dp_rank": 0, "router_id": 9, "age_s": 1.0},
-            **{"prefill_tokens": 48, "prefill_done": False, "prefill_duration_s": None},
-            **{"expected_output_tokens": None, "lora_name": None, "sequence_hashes": HASHES},
-        }
-        lines = [b"{}", b"nonsense", json.dumps(line).encode()]
-        good = b'{"version":1,"router_id":9,"reservations":[\n%b\n]}' % b",\n".join(lines)
-        with (
-            peer_answering(404, b'{"error":"route not found"}') as (reference, asked),
-            peer_answering(200, b"no snapshot") as (broken, _),
-            peer_answering(200, good) as (usable, _),
-        ):
-            flag = "--replica-sync-catch-up"
-            urls = [flag, f"{nobody},{reference}/", flag, f"{broken},{usable}"]
-            with Member("tracker", *urls) as late:
-                late.register()
-                wait_until(lambda: late.loads() == [BOOKED, (0, 0)], "the usable one is used")
-                assert set(asked) == {"/replica_sync/snapshot"}  # again after the registration
-                _, log = late.stop()
-    assert f"{reference} has no snapshot" in log
-    assert f"nothing from {nobody}" in log
-    assert f"nothing from {broken}" in log
-    assert f"a reservation of {usable} skipped" in log
 
 
 # -- events that never arrive: counted, and mended where the peer can be asked ---------------------

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -16,9 +15,8 @@ from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.gateway.access_logs import LogEnds
-from lean_selector.tools.trace import trace_lines
 from tests.support.driven_selector import DrivenSelector, pack
-from tests.support.running_service import RunningService, wait_until
+from tests.support.running_service import RunningService
 
 
 def chain(*local: int) -> bytes:
@@ -41,41 +39,6 @@ def logged(service: RunningService) -> float:
     with urlopen(f"http://127.0.0.1:{service.port}/metrics") as answer:
         text = answer.read().decode()
     return float(text.split("\nlean_selector_decision_log_requests_total ")[1].split("\n")[0])
-
-
-def test_a_service_logs_what_it_chose_and_what_came_of_it(tmp_path: Path) -> None:
-    path = tmp_path / "decisions.jsonl"
-    options = ("--use-kv-events", "false", "--router-ttl-secs", "60", "--policy", "latency")
-    with RunningService(*options, "--decision-log", str(path)) as service:
-        for worker_id in (1, 2):
-            service.add_worker(worker_id, model_name="m")
-        for name, first in (("a", 1), ("b", 1), ("c", 2)):
-            tokens = [first, *range(70_000, 71_039)]
-            body: dict[str, object] = {"model_name": "m", "token_ids": tokens}
-            body |= {"reservation_id": name}
-            body |= {"allowed_worker_ids": [1]} if name == "c" else {}
-            assert service.request("POST", "/select_and_reserve", body)[0] == 200
-            done = f"/reservations/{name}/prefill_complete"
-            assert service.request("POST", done)[0] < 300
-            assert service.request("POST", f"/reservations/{name}/output_block", {})[0] < 300
-            assert service.end(name) == 200
-        wait_until(lambda: logged(service) == 3, "all lines are with the writer")
-    text = path.read_text()
-    header = json.loads(text.splitlines()[0])
-    settings = {"policy": "latency", "use_kv_events": False, "ttl_s": 60.0}
-    assert header == {"decision_log": 1, "share": 1.0, "settings": settings}
-    a, b, c = trace_lines(path)
-    assert (a.input_length, a.output_length, len(a.hash_ids)) == (1_040, 16, 3)
-    assert a.hash_ids == b.hash_ids
-    assert not set(a.hash_ids) & set(c.hash_ids)
-    assert a.timestamp <= b.timestamp <= c.timestamp
-    assert (a.model, a.cached, b.cached, b.worker, c.allowed) == ("m", 0, 1_040, a.worker, [1])
-    assert a.prefill_ms is not None
-    assert a.ended_ms is not None
-    assert 0.0 <= a.prefill_ms <= a.ended_ms
-    # Hashes only: no token of the prompt stands there.
-    numbers = re.findall(r"[\d.]+", text)
-    assert not {str(token) for token in range(70_000, 70_900, 50)} & set(numbers)
 
 
 class LoggedSelector(DrivenSelector):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lean_selector.tools.check import main
 from tests.support.certificates import HOST, Authority, Files
 from tests.support.openai_worker import OpenAiWorker
 from tests.support.running_service import RunningService, free_port, wait_until
@@ -107,13 +106,3 @@ def test_a_replica_with_a_wrong_certificate_or_authority_gets_nothing(
         for line in ("catch-up: nothing from {}: {}", "no recovery from {}: {}"):
             wait_until(lambda line=line: line.format(fleet.url, why) in late.log(), line)  # type: ignore[misc]
         assert late.get("/ready")[0] == 503
-
-
-def test_the_check_shows_its_certificate(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = fleet.folder / "ours"
-    fleet.flags("ours")
-    flags = ["--ca-file", str(fleet.files.ca), "--cert-file", str(folder / "cert.pem")]
-    flags += ["--key-file", str(folder / "key.pem"), "--token-file", str(folder / "token")]
-    assert main([fleet.url, *flags, "--seconds", "3"]) in (0, 1)
-    assert "selector" in capsys.readouterr().out
-    assert main([fleet.url, *flags[:2], *flags[-2:], "--seconds", "3"]) == 2

@@ -19,7 +19,6 @@ SELECTION_ROUTES = {
     "/reservations/{reservation_id}/prefill_complete",
     "/reservations/{reservation_id}/output_block",
 }
-SLOT_TRACKER_ROUTES = {"/add", "/prefill_complete", "/free", "/potential_loads"}
 
 
 def locust(
@@ -85,12 +84,3 @@ def test_routers_live_whole_requests_without_a_failure_and_leave_other_workers_a
         assert failures_by_route(run) == dict.fromkeys(SELECTION_ROUTES, 0)
         assert "already has 16 workers" not in run.stdout + run.stderr
         assert service.get("/workers") == before
-
-
-def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
-    with RunningService(module="lean_selector.slot_tracker") as service:
-        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "4", "-r", "4"]
-        run = locust("SlotTrackerUser", *flags, until=each_answers(service, SLOT_TRACKER_ROUTES))
-        found = failures_by_route(run)
-        assert found == dict.fromkeys(SLOT_TRACKER_ROUTES, 0)
-        assert service.get("/workers") == (200, [])

@@ -12,11 +12,9 @@ from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from lean_selector.gateway.access_logs import LogEnds
 from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.prometheus_tools import scrape
@@ -252,17 +250,6 @@ def test_long_prompts_are_routed_too(peaceful: Fleet) -> None:
     assert fleet.lines() == {"freed": 3}
 
 
-@on_unix
-def test_a_body_beyond_what_the_gateway_holds_does_no_harm(peaceful: Fleet) -> None:
-    fleet = peaceful
-    # HAProxy balances by itself what its buffers cannot hold.
-    size, expected = (600_000, 200) if fleet.name == "haproxy" else (9_000_000, 413)
-    assert fleet.ask(chat("x" * size))[0] == expected
-    assert (fleet.selector.active(), "freed" in fleet.lines()) == (0, False)
-    assert fleet.ask(chat("hello"))[0] == 200
-    fleet.wait_until_free()
-
-
 def test_whoever_hangs_up_frees_and_is_held_against_no_worker(peaceful: Fleet) -> None:
     fleet = peaceful
     for number in range(6):
@@ -382,36 +369,6 @@ def test_nginx_with_lua_tells_when_the_first_byte_comes(tmp_path: Path) -> None:
             wait_until(lambda: prefill() == 0, "its prompt counts as computed")
             assert fleet.selector.active() == 1
         fleet.wait_until_free()
-
-
-def test_a_script_that_haproxy_gives_up_as_its_client_left_ends_what_it_named(
-    tmp_path: Path,
-) -> None:
-    freed: list[str] = []
-    ends = LogEnds(
-        lambda reservation_id, now, served: freed.append(reservation_id), Mock(), lambda: 0
-    )
-    places = Places(tmp_path, "unix")
-    with ExitStack() as stack:
-        selector = stack.enter_context(socket.socket(socket.AF_UNIX))  # accepts, and says nothing
-        selector.bind(places.selector_socket)
-        selector.listen()
-        lines = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-        lines.bind(places.ends_socket)
-        for each in (selector, lines):
-            each.settimeout(60.0)
-        workers = [stack.enter_context(OpenAiWorker()) for _ in range(2)]
-        gateway = GATEWAYS["haproxy"](tmp_path, places, [worker.port for worker in workers])
-        stack.enter_context(gateway)
-        with gateway.connection() as connection:
-            connection.request("POST", CHAT, json.dumps(chat("hello")))
-            asked = stack.enter_context(selector.accept()[0])
-            assert b"x-reservation-id" in asked.recv(65_536).lower()
-        while not (freed and ends.results["other"]):
-            ends.take(lines.recv(65_536))  # raises where nothing comes
-        asked.sendall(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
-    assert {k: v for k, v in ends.results.items() if v} == {"freed": 1, "other": 1}
-    assert len(freed) == 1
 
 
 @pytest.mark.parametrize("fleet", UNIX, ids="-".join, indirect=True)

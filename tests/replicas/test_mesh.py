@@ -1,7 +1,6 @@
 """Replica sync over real sockets on the loopback, between two of ours."""
 
 import asyncio
-import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -335,17 +334,6 @@ async def test_an_ipv6_peer_in_brackets_works(made: Mesh) -> None:
 # -- start and end ---------------------------------------------------------------------------------
 
 
-@in_mesh
-async def test_a_port_in_use_is_one_clear_error(made: Mesh) -> None:
-    port = free_port()
-    made.replica(port)
-    with pytest.raises(ReplicaSyncError) as raised:
-        Replica(made.context, port)
-    assert str(raised.value) == (
-        f"failed to bind replica publisher to `tcp://*:{port}`: Address already in use"
-    )
-
-
 @on_loop
 async def test_a_peer_of_the_start_that_is_no_endpoint_is_one_clear_error() -> None:
     context = zmq.asyncio.Context()
@@ -380,14 +368,6 @@ async def test_close_drops_what_is_queued_for_a_peer() -> None:
             a.sync.publish(EVENT)
     sleeper.close(0)
     sleepers.term()
-
-
-@in_mesh
-async def test_a_new_state_is_logged(made: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lean_selector.replica")
-    await made.pair()
-    await until(lambda: "is connected" in caplog.text)
-    assert "replica peer registered" in caplog.text
 
 
 @in_mesh

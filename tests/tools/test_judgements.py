@@ -99,16 +99,6 @@ def test_why_a_source_is_as_it_is(state: str, fields: dict[str, Any], end: str) 
     assert judge_source(source(state, **fields)).what.endswith(end)
 
 
-@pytest.mark.parametrize("state", ["no_replay", "degraded"])
-def test_a_replay_endpoint_that_is_registered_is_not_asked_for_again(state: str) -> None:
-    without = judge_source(source(state)).mend or ""
-    assert "register" in without
-    beside = judge_source(source(state, replay_endpoint="tcp://gpu:5558")).mend or ""
-    assert beside
-    assert "register a replay_endpoint" not in beside
-    assert "and register that" not in beside
-
-
 # -- endpoints that ranks share --------------------------------------------------------------------
 
 
@@ -138,18 +128,6 @@ def test_a_replay_endpoint_of_another_worker_is_named_at_both() -> None:
     [found] = shared(three, *((number, "tcp://a:1", "tcp://a:2") for number in (1, 2, 3)))
     assert "tcp://a:1 and replay_endpoint tcp://a:2: also given for worker 2" in found.what
     assert "--discover file:" in (found.mend or "")
-
-
-def test_two_ranks_of_a_worker_and_two_fields_of_a_rank_share_nothing_either() -> None:
-    [found] = shared([worker(1)], (1, "tcp://a:1", None), (1, "tcp://a:1", "tcp://a:1"))
-    others = "worker 1 rank 1, worker 1 rank 1 as replay_endpoint"
-    assert others in found.what
-
-
-def test_of_many_that_share_one_the_first_are_named_and_the_others_counted() -> None:
-    workers = [worker(number) for number in range(7)]
-    [found] = shared(workers, *((number, "tcp://a:1", None) for number in range(7)))
-    assert "worker 4 rank 0 and 2 more" in found.what
 
 
 def test_an_engine_registered_twice_and_endpoints_of_their_own_are_fine() -> None:
@@ -407,12 +385,6 @@ def test_what_is_wrong_stands_first_with_what_mends_it_below() -> None:
         "1 error, 0 warnings, 1 note, 1 ok",
     ]
     assert list(table([], 80, {})) == ["0 errors, 0 warnings, 0 notes, 0 ok"]
-
-
-def test_long_lines_go_on_below_themselves() -> None:
-    [first, second, _] = table([Finding(WARNING, "x", "word " * 14)], 60, {})
-    assert first == "warning  x  " + " ".join(["word"] * 9)
-    assert second == " " * 12 + " ".join(["word"] * 5)
 
 
 @pytest.mark.parametrize(

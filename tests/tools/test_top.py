@@ -61,12 +61,6 @@ def test_endpoints_are_shown_and_nothing_is_cut_at_110_columns() -> None:
     assert " ".join(" ".join(lines[4:-1]).split()) == what.strip()
 
 
-def test_what_is_wrong_with_a_worker_that_has_no_row_is_above_the_rows() -> None:
-    found = Finding(Level.ERROR, "worker 7", "found at http://w, not registered")
-    lines = drawing(fleet(rank(1), findings=(found,)), {}, 110, None, colours=False)
-    assert lines[1] == "error: worker 7: found at http://w, not registered"
-
-
 def test_shares_are_since_the_first_look_or_ever() -> None:
     before = rank(1, prompt_tokens=100, overlap_tokens=0)
     now = rank(1, prompt_tokens=200, overlap_tokens=80)

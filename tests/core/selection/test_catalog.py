@@ -209,6 +209,14 @@ def test_who_does_not_have_a_size_frees_it_too_when_nobody_has_it(deaf: DrivenSe
     assert [each.reasons for each in deaf.selector.catalog.workers.values()] == [[]]
 
 
+def test_what_a_worker_lacks_does_not_free_its_size(deaf: DrivenSelector) -> None:
+    deaf.register(1)
+    deaf.register(2)
+    deaf.register(1, endpoint="")
+    deaf.remove(2)
+    assert is_refused(deaf.register(3, block_size=8))
+
+
 # -- load and sources of a worker that changes (D10) -----------------------------------------------
 
 TWO_RANKS: dict[str, Any] = {
