@@ -63,6 +63,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     expected_output_tokens: int | None = None
     priority_jump: float | None = None
     strict_priority: int | None = None
+    fairness_id: str | None = None
     routing_constraints: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             "expected_output_tokens": self.expected_output_tokens,
             "priority_jump": self.priority_jump,
             "strict_priority": self.strict_priority,
+            "fairness_id": self.fairness_id,
             "routing_constraints": self.routing_constraints,
         }
         if self.dp_rank is not None:
@@ -159,6 +161,7 @@ class KvRouter(AsyncClosing):
         expected_output_tokens: int | None = None,
         priority_jump: float | None = None,
         strict_priority: int | None = None,
+        fairness_id: str | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> TokenStream:
         """Reserves a worker, sends it the request, and returns the stream of output chunks.
@@ -182,6 +185,7 @@ class KvRouter(AsyncClosing):
             expected_output_tokens=expected_output_tokens,
             priority_jump=priority_jump,
             strict_priority=strict_priority,
+            fairness_id=fairness_id,
             routing_constraints=routing_constraints,
         )
         body = completion_body(
@@ -243,6 +247,7 @@ class KvRouter(AsyncClosing):
         cache_salt: str | None = None,
         routing_constraints: Mapping[str, object] | None = None,
         strict_priority: int | None = None,
+        fairness_id: str | None = None,
     ) -> tuple[int, int, int]:
         """Return (worker_id, dp_rank, overlap_blocks). The overlap counts only device memory.
 
@@ -257,6 +262,7 @@ class KvRouter(AsyncClosing):
             router_config_override=router_config_override,
             routing_constraints=routing_constraints,
             strict_priority=strict_priority,
+            fairness_id=fairness_id,
         )
 
         async def attempt() -> Selected:
@@ -357,6 +363,7 @@ class KvRouter(AsyncClosing):
         expected_output_tokens: int | None = None,
         priority_jump: float | None = None,
         strict_priority: int | None = None,
+        fairness_id: str | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> AsyncIterator[Placement]:
         """`async with router.reserve(token_ids) as placement:` reserves a rank until the end of the
@@ -373,6 +380,7 @@ class KvRouter(AsyncClosing):
             expected_output_tokens=expected_output_tokens,
             priority_jump=priority_jump,
             strict_priority=strict_priority,
+            fairness_id=fairness_id,
             routing_constraints=routing_constraints,
         )
 

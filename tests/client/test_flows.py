@@ -368,6 +368,7 @@ def test_a_release_outlasts_a_restart_of_the_service_and_then_gives_up() -> None
                 "expected_output_tokens": 8,
                 "priority_jump": 1.5,
                 "strict_priority": 2,
+                "fairness_id": "a",
                 "routing_constraints": {"required_taints": ["gold"]},
             }.items()
         ),
