@@ -31,8 +31,8 @@ from locust.runners import WorkerRunner
 
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineRequest, EngineSpeed, SimulatedEngine
-from lean_selector.tools.trace import read_trace
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
+from loadtest.traces import read_trace
 
 logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per request, between the tables
 

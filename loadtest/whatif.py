@@ -19,9 +19,10 @@ from lean_selector.publisher import KvEventPublisher
 from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
 from lean_selector.tools.service_process import HOST, HttpClient
 from lean_selector.tools.simulation import BLOCK_SIZE, outcome, requests_of
-from lean_selector.tools.trace import prompt_tokens, trace_lines
+from lean_selector.tools.trace import trace_lines
 from lean_selector.wire.decision_lines import DecisionLine
 from loadtest.child_service import ChildService, free_port
+from loadtest.traces import prompt_tokens
 
 
 class RealTimeEngine:

@@ -61,14 +61,6 @@ def address_of(text: str) -> LogAddress:
     return LogAddress(host=host, port=int(port))
 
 
-def addresses_of(text: str) -> list[str]:
-    """Splits a comma-separated list of log addresses, without duplicates. Raises ValueError."""
-    items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
-    for item in items:
-        address_of(item)
-    return items
-
-
 def networks_of(text: str) -> list[str]:
     """Return the distinct networks (`10.0.0.0/8`) or addresses in a comma-separated list. Raises
     ValueError."""

@@ -9,20 +9,10 @@ from pathlib import Path
 import msgspec
 
 from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.simulated_engines import EngineRequest, make_request
 from lean_selector.wire.decision_lines import HEADER_START, SPAN_TOKENS, DecisionLine, LogHeader
 
 TRACE_BLOCK_TOKENS = SPAN_TOKENS
 MADE_UP_REQUESTS = 12_000  # about as many as in the published conversation trace
-
-
-def prompt_tokens(line: DecisionLine) -> list[int]:
-    """Return made-up tokens for the prompt: equal hash ids get equal tokens."""
-    tokens: list[int] = []
-    for hash_id in line.hash_ids:
-        first = hash_id * TRACE_BLOCK_TOKENS % 2**32
-        tokens += range(first, first + TRACE_BLOCK_TOKENS)
-    return tokens[: line.input_length]
 
 
 def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[DecisionLine]:
@@ -77,16 +67,3 @@ def made_up_lines() -> Iterator[DecisionLine]:
         if len(talk) < 120:
             talks.append(talk)
         yield DecisionLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
-
-
-def read_trace(
-    path: Path, block_size: int, limit: int | None = None
-) -> Iterator[tuple[float, EngineRequest]]:
-    """Yields (arrival in seconds, request) for the first `limit` lines of a trace, one at a time.
-
-    A trace lacks the tokens of the output, so engines do not cache output. Raises ServiceError."""
-    for number, line in enumerate(trace_lines(path, limit), 1):
-        tokens = prompt_tokens(line)
-        name, output_blocks = f"trace-{number}", line.output_length // block_size
-        request = make_request(name, tokens, len(tokens), output_blocks, block_size)
-        yield line.timestamp / 1e3, request

@@ -17,10 +17,10 @@ import zmq
 
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import BlockCache
-from lean_selector.tools.trace import prompt_tokens
 from loadtest.child_service import ENDING_SIGNALS
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
 from loadtest.duel.targets import Service
+from loadtest.traces import prompt_tokens
 
 ZONES = 4  # the workers' taints: zone-0 and on
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens

@@ -14,9 +14,10 @@ import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.tools.simulated_engines import make_request
-from lean_selector.tools.trace import prompt_tokens, trace_lines
+from lean_selector.tools.trace import trace_lines
 from lean_selector.wire.decision_lines import DecisionLine
 from loadtest.http_client import http
+from loadtest.traces import prompt_tokens
 
 MODEL_NAME = "versus"
 

@@ -26,7 +26,6 @@ from lean_selector.gateway.access_logs import (
     LogEnds,
     Senders,
     address_of,
-    addresses_of,
     ended_of,
     is_loopback,
     networks_of,
@@ -159,8 +158,6 @@ def test_places_are_addresses_or_paths() -> None:
     assert address_of("syslog:127.0.0.1:5140") == LogAddress(host="127.0.0.1", port=5140)
     assert address_of("syslog:[::1]:5140") == LogAddress(host="::1", port=5140)
     assert address_of("unixgram:/run/a:b.sock") == LogAddress(path="/run/a:b.sock")
-    both = "syslog:127.0.0.1:1, unixgram:/x,syslog:127.0.0.1:1"
-    assert addresses_of(both) == ["syslog:127.0.0.1:1", "unixgram:/x"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.trace import prompt_tokens, read_trace
 from lean_selector.wire.decision_lines import DecisionLine
+from loadtest.traces import prompt_tokens, read_trace
 from tests.loadtest.conftest import WriteTrace
 
 
