@@ -76,7 +76,7 @@ class AccessTokens:
 
     `roles` maps the digest of a token to its role, `names` to the name of its client, if it has
     one; `urgent` are those whose requests may have high priority. Other objects keep references to
-    these, so a reload changes them in place."""
+    `roles`, so a reload changes it in place."""
 
     def __init__(self, path: str) -> None:
         """Reads the token file. Raises OSError or ValueError, with a message of one line, if the
@@ -99,11 +99,7 @@ class AccessTokens:
         try:
             text, is_new = self._file.read()
             if is_new:
-                roles, names, urgent = _read(self._file.path, text)
-                self.names.clear()
-                self.names.update(names)
-                self.urgent.clear()
-                self.urgent.update(urgent)
+                roles, self.names, self.urgent = _read(self._file.path, text)
                 self.roles.clear()
                 self.roles.update(roles)
                 log.info("tokens were read again", extra={"tokens": len(roles)})

@@ -274,7 +274,9 @@ class SelectionService(WorkerHandlers):
             self._remember(partition, selection_id, request, placement)
         return self._answer(partition, selection_id, None, placement)
 
-    def select_and_reserve(self, body: SelectAndReserveRequest) -> object:
+    def select_and_reserve(
+        self, body: SelectAndReserveRequest, deadline: float | None = None
+    ) -> object:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         selection_id, reservation_id = body.selection_id, body.reservation_id
@@ -284,6 +286,7 @@ class SelectionService(WorkerHandlers):
             check_id("reservation_id", reservation_id)
         request.books = True
         request.asked_at = self._books_at
+        request.deadline = deadline
         request.reservation_id = reservation_id
         found = self.selector.select(partition, request, self._clock())
         if isinstance(found, Waiting):

@@ -115,7 +115,7 @@ class SelectionService16(SelectionService):
         found = self.selector.select(partition, request, now)
         return self._queued(found, shape) if isinstance(found, Waiting) else shape(found)
 
-    def select_and_reserve(self, body: Any) -> object:
+    def select_and_reserve(self, body: Any, deadline: float | None = None) -> object:
         assert isinstance(body, SelectAndReserveRequest16)
         selection_id = str(uuid.uuid4()) if body.selection_id is None else body.selection_id
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())

@@ -1,12 +1,14 @@
 """The metrics that only the selector has. Module `metrics` has those of both services."""
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
 from lean_selector.api.exposition import (
     Families,
+    Number,
     RouteMeter,
     Sample,
     by,
@@ -41,6 +43,7 @@ OUTCOMES = {
     "499": "hung_up",
     "500": "failed",
     "503": "no_worker",
+    "504": "too_late",
 }
 
 
@@ -76,7 +79,10 @@ def selection_families(
 
     def saturations() -> Iterator[Sample]:
         for partition in partitions():
-            yield scope_labels(partition, role="both"), saturation(partition)
+            yield (
+                scope_labels(partition, role="both"),
+                saturation(partition, selector.settings.target_ttft_s or math.inf),
+            )
 
     def rejected() -> Iterator[Sample]:
         for partition in partitions():
@@ -101,9 +107,9 @@ def selection_families(
                 "Prompt tokens of the requests in the queue."),
             "queue_oldest_wait_seconds": (oldest_wait_s,
                 "Longest wait of a request in the queue; 0 if it is empty."),
-            "queue_admitted_total": (lambda partition: partition.queue.admitted,
+            "queue_admitted_total": (lambda partition: _by_priority(partition.queue.admitted),
                 "Queued requests that got a worker."),
-            "queue_wait_seconds_total": (lambda partition: partition.queue.waited_s,
+            "queue_wait_seconds_total": (lambda partition: _by_priority(partition.queue.waited_s),
                 "Total time that these had waited."),
             "prompt_tokens_total": (lambda partition: partition.counts().prompt_tokens,
                 "Prompt tokens of requests that got a worker."),
@@ -118,6 +124,10 @@ def selection_families(
         *_kv_families(sources),
         *_selection_cache_families(selector.selections),
     ]  # fmt: skip
+
+
+def _by_priority(counts: Mapping[str, Number]) -> list[tuple[str, Number]]:
+    return [(f'priority="{name}"', count) for name, count in counts.items()]
 
 
 def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sample]:

@@ -75,7 +75,7 @@ class Front(Part):
             credentials.trust.context,
             core.allowed,
             status,
-            config.queue.headers(tokens, knows_clients=True),
+            config.queue.headers(tokens, by_name=True),
         )
         self.handler = GatewayHandler(
             placing,

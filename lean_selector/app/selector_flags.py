@@ -247,6 +247,8 @@ class QueueFlags:
       vLLM's field priority does, in which less is more urgent, and 0 is normal
     trust_priority: where there are no tokens, high priority counts for all clients; with tokens, it
       counts for those with max-priority=high
+    target_ttft_s: lean_selector_saturation is 1 also where the time to first token, estimated for
+      what waits, is this long; unset: time does not count
     overlap_refresh_after_s: look up a queued request's overlap again after this time; 0 or less:
       never
     """
@@ -265,20 +267,17 @@ class QueueFlags:
     weights: list[str] = flag([], "--queue-weight", each=_weight, needs=_FAIR)
     priority_header: str = flag("x-lean-priority", "--priority-header", each=_header, needs=_QUEUE)
     trust_priority: bool = flag(False, "--trust-priority", needs=_QUEUE)
+    target_ttft_s: float | None = flag(None, "--target-ttft-secs", ge=0.001)
     overlap_refresh_after_s: float | None = dyn_flag(10.0, "--router-overlap-refresh-after-secs")
 
-    def headers(
-        self, tokens: "AccessTokens | None", *, knows_clients: bool
-    ) -> "QueueHeaders | None":
-        """Return what reads the place of raw requests in the queue, or None without a queue.
-        `knows_clients`: whether tokens are those of clients, not of a proxy for all of them."""
+    def headers(self, tokens: "AccessTokens | None", *, by_name: bool) -> "QueueHeaders | None":
+        """Return what reads the place of raw requests in the queue, or None without a queue."""
         if self.queue_threshold is None:
             return None
         from lean_selector.gateway.headers import QueueHeaders
 
-        names = tokens.names if knows_clients and tokens is not None else {}
-        urgent = None if self.trust_priority else () if tokens is None else tokens.urgent
-        return QueueHeaders(self.fairness_header, self.priority_header, names, urgent)
+        names, trusts = (self.fairness_header, self.priority_header), self.trust_priority
+        return QueueHeaders(*names, tokens, trusts=trusts, by_name=by_name)
 
 
 @dataclass(frozen=True, kw_only=True)

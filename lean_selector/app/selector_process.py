@@ -133,7 +133,7 @@ class SelectorParts(Parts):
             books_at=ROUTE,
         )
         prompts, client = config.prompts.settings, core.engine_client
-        headers = config.queue.headers(tokens, knows_clients=False)
+        headers = config.queue.headers(tokens, by_name=False)  # the token is that of a proxy
         self.add(
             GatewayRoutes(service, config.access_logs, prompts, client, self.decisions, headers)
         )

@@ -8,6 +8,7 @@
         AllWorkersBusy    the eligible workers are above their thresholds
         WaitedTooLong     the request was queued for too long
         NoWorkers         the model has no schedulable worker
+      TooLate        504  the request waits, and cannot have its first token in time
 
 Each class has its HTTP status. A method that raises an error has changed nothing. Messages are part
 of the API (spec: selection.md and slot_tracker.md)."""
@@ -55,6 +56,17 @@ class WaitedTooLong(Unavailable):
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
         self.limit_s = limit_s
+
+
+class TooLate(SelectorError):
+    """The request left the queue, because its first token would come after its deadline."""
+
+    STATUS: ClassVar[int] = 504
+
+    def __init__(self, needs_s: float, left_s: float) -> None:
+        super().__init__(
+            f"the first token takes about {needs_s:.3g} seconds, and {left_s:.3g} are left"
+        )
 
 
 class NoWorkers(Unavailable):

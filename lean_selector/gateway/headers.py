@@ -7,11 +7,12 @@ validated: every line break is CRLF, and no line is folded."""
 import functools
 import os
 import re
-from collections.abc import Container, Mapping
 from itertools import count
 from math import ceil
+from time import monotonic
 from typing import Final
 
+from lean_selector.api.access import AccessTokens
 from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.response import encode_response
@@ -42,6 +43,7 @@ _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[
 _SESSION: Final = re.compile(rb"\r\nx-session-id[ \t]*:[ \t]*+([!-~]++)[ \t]*+\r\n", re.I)
 _WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
 _WORD: Final = re.compile(rb"[!-~]{1,256}+")
+_SECONDS: Final = re.compile(rb"[0-9]{1,6}+(?:\.[0-9]{1,9}+)?+")
 _PRIORITIES: Final = {b"high": 1, b"normal": 0, b"low": -1}
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
 _MOST_RETRY_AFTER_S: Final = 60
@@ -96,15 +98,22 @@ def request_id_of(section: bytes) -> bytes | None:
     return None if found is None else found[1]
 
 
-def _line(name: str) -> re.Pattern[bytes]:
-    """Return what finds the value of a header in a section."""
-    return re.compile(rb"\r\n%b[ \t]*:[ \t]*+([^\r]*+)\r\n" % re.escape(name.encode("ascii")), re.I)
-
-
 def session_of(section: bytes) -> str | None:
     """Return the session id that the client sent, if it is a single word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
+
+
+def _line(name: str) -> re.Pattern[bytes]:
+    return re.compile(rb"\r\n%b[ \t]*:[ \t]*+([^\r]*+)\r\n" % re.escape(name.encode("ascii")), re.I)
+
+
+def _value(line: re.Pattern[bytes], section: bytes) -> bytes | None:
+    found = line.search(section)
+    return None if found is None else found[1].rstrip(b" \t")
+
+
+_TIMEOUT: Final = _line("x-request-timeout-secs")
 
 
 class QueueHeaders:
@@ -114,35 +123,43 @@ class QueueHeaders:
         self,
         fairness: str,
         priority: str,
-        names: Mapping[bytes | None, str],
-        urgent: Container[bytes | None] | None,
+        tokens: AccessTokens | None,
+        *,
+        trusts: bool,
+        by_name: bool,
     ) -> None:
-        """`fairness`, `priority`: names of headers. `names`: the names of tokens by their digests.
-        They come before the header, which a client could choose. `urgent`: digests of the tokens
-        whose requests may have high priority; None: every request may."""
-        self._names = names
-        self._urgent = urgent
-        self._priority = priority
-        self._fairness_line, self._priority_line = _line(fairness), _line(priority)
+        """`fairness`, `priority`: names of headers. `trusts`: without tokens, every request may be
+        urgent. `by_name`: tokens are those of clients, so their names come before the header."""
+        self._fairness, self._priority, self._priority_name = (
+            _line(fairness),
+            _line(priority),
+            priority,
+        )
+        self._tokens, self._trusts, self._by_name = tokens, trusts, by_name
 
     def read(self, routed: Routed, section: bytes, credential: bytes | None) -> None:
-        """Set the fairness id: the name of the request's token, or else the header's value if it is
-        one word of at most 256 characters. Set the strict priority: the header's, or else the
-        body's, which is set already; at most 0 without the right to more. Raises BadRequest."""
-        name = self._names.get(credential)
+        """Set the fairness id: the name of the request's token, or else the header, if it is one
+        word of at most 256 characters. Set the strict priority: the header's, or else the body's,
+        which is there already; at most 0 without the right to more. Set the deadline, from now on.
+        Raises BadRequest."""
+        tokens = self._tokens
+        name = None if tokens is None or not self._by_name else tokens.names.get(credential)
         if name is None:
-            found = self._fairness_line.search(section)
-            given = b"" if found is None else found[1].rstrip(b" \t")
-            name = "" if _WORD.fullmatch(given) is None else given.decode("ascii")
+            word = _value(self._fairness, section) or b""
+            name = "" if _WORD.fullmatch(word) is None else word.decode("ascii")
         routed.fairness_id = name
-        found = self._priority_line.search(section)
-        if found is not None:
-            priority = _PRIORITIES.get(found[1].rstrip(b" \t").lower())
-            if priority is None:
-                raise BadRequest(f"{self._priority}: expected high, normal or low")
-            routed.strict_priority = priority
-        if self._urgent is not None and credential not in self._urgent:
+        priority = _value(self._priority, section)
+        if priority is not None:
+            if priority.lower() not in _PRIORITIES:
+                raise BadRequest(f"{self._priority_name}: expected high, normal or low")
+            routed.strict_priority = _PRIORITIES[priority.lower()]
+        if not (self._trusts if tokens is None else credential in tokens.urgent):
             routed.strict_priority = min(routed.strict_priority, 0)
+        timeout = _value(_TIMEOUT, section)
+        if timeout is not None:
+            if _SECONDS.fullmatch(timeout) is None:
+                raise BadRequest("x-request-timeout-secs: expected seconds, up to 999999")
+            routed.deadline = monotonic() + float(timeout)
 
 
 def traceparent_of(section: bytes) -> str | None:

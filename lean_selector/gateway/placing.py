@@ -22,6 +22,7 @@ from lean_selector.core.errors import (
     BadRequest,
     NotFound,
     SelectorError,
+    TooLate,
     UnknownModel,
     WaitedTooLong,
 )
@@ -89,8 +90,8 @@ class Chooser:
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerUse]:
-        """Chooses and reserves a worker that is not in `avoided`. Raises NotChosen and Shed. A
-        cancelled call reserves nothing."""
+        """Chooses and reserves a worker that is not in `avoided`. Raises NotChosen, Shed and
+        TooLate. A cancelled call reserves nothing."""
         started, status = perf_counter(), 499
         try:
             use = yield from self._choose(routed, reservation_id, avoided)
@@ -104,6 +105,9 @@ class Chooser:
             self.meter.refused(busy)
             waited_s = busy.limit_s if isinstance(busy, WaitedTooLong) else 0.0
             raise Shed(busy.message, retry_after(self._wait_s(routed, waited_s))) from None
+        except TooLate as late:
+            status = late.status
+            raise
         except SelectorError as error:
             status = error.status
             self.meter.refused(error)
@@ -137,6 +141,7 @@ class Chooser:
         request.reservation_id = reservation_id
         request.fairness_id = routed.fairness_id
         request.strict_priority = routed.strict_priority
+        request.deadline = routed.deadline
         sessions = partition.sessions
         is_bound = sessions is not None and not sessions.is_soft and routed.session_id is not None
         warming = _NOBODY
@@ -332,6 +337,9 @@ class Placing:
                 use = yield from self._find_worker(proxied)
             except Shed as shed:
                 proxied.fail(self.overload_status, str(shed), "overloaded", shed.line)
+                return
+            except TooLate as late:
+                proxied.fail(late.status, late.message, "timeout")
                 return
             if use is None:
                 if proxied.why and proxied.unknown:  # a worker that comes may serve it

@@ -46,6 +46,7 @@ class Routed:
     session_id: str | None = None
     fairness_id: str = ""
     strict_priority: int = 0  # 1 high, -1 low
+    deadline: float | None = None  # of the first token, monotonic
     worker_ids: frozenset[int] | None = None  # the workers that have the adapter; None: any worker
     additions: Additions = field(default_factory=Additions)  # to `body`; they read its answer
     is_sent_once: bool = False  # it names other engines: not retried once it was sent

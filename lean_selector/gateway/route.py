@@ -9,9 +9,9 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from lean_selector.api.access import WRITE, Refusal
 from lean_selector.api.replies import Answer, LaterReply, Queued, is_json
@@ -28,7 +28,7 @@ from lean_selector.core.errors import (
 from lean_selector.core.selection.shapes import Selection
 from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
-from lean_selector.gateway.prompts import Routed
+from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
 from lean_selector.http.urls import endpoint_url
@@ -86,12 +86,6 @@ TOO_LARGE: Final = "the request body is larger than 8 MiB"
 _log = logging.getLogger("lean_selector.route")
 
 
-class PromptReader(Protocol):
-    """Converts raw OpenAI requests to block hashes."""
-
-    def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
-
-
 @dataclass(eq=False)
 class RouteHandler:
     """Handles POST /route/<original path>.
@@ -100,8 +94,8 @@ class RouteHandler:
     `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
     whether a request's end was reported before the reservation was made."""
 
-    prompts: PromptReader
-    select_and_reserve: Callable[[SelectAndReserveRequest], object]
+    prompts: Prompts
+    select_and_reserve: Callable[[SelectAndReserveRequest, float | None], object]
     free: Callable[[str], object]
     expect_output: Callable[[str, int], object]
     has_ended: Callable[[str], bool]
@@ -160,7 +154,7 @@ class RouteHandler:
             if self.queue_headers is not None:
                 self.queue_headers.read(routed, request.section, request.credential)
             self._check_live(reservation_id)
-            found = self.select_and_reserve(_selection_of(routed, reservation_id))
+            found = self.select_and_reserve(_selection_of(routed, reservation_id), routed.deadline)
         except Exception as error:
             found = error
         if isinstance(found, Queued):

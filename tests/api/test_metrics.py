@@ -167,8 +167,11 @@ def test_the_queue_and_a_client_that_leaves_it() -> None:
         assert stays.getresponse().status == 200
         stays.close()
         samples = read(service)
-        assert value(samples, "lean_selector_queue_admitted_total") == 1
-        assert value(samples, "lean_selector_queue_wait_seconds_total") > 0
+        admitted, waited = "lean_selector_queue_admitted_total", "queue_wait_seconds_total"
+        for priority, count in (("low", 0), ("normal", 1), ("high", 0)):
+            assert value(samples, admitted, priority=priority) == count
+            seconds = value(samples, f"lean_selector_{waited}", priority=priority)
+            assert (seconds > 0) == bool(count)
         assert value(samples, "lean_selector_selections_total", outcome="hung_up") == 1
         requests = "lean_selector_http_requests_total"
         assert value(samples, requests, route="/select", status="200") == 1

@@ -1,9 +1,12 @@
 """Header lines on their way through."""
 
 import sys
+from pathlib import Path
+from time import monotonic
 
 import pytest
 
+from lean_selector.api.access import AccessTokens
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.headers import (
@@ -15,6 +18,7 @@ from lean_selector.gateway.headers import (
     wants_websocket,
 )
 from lean_selector.gateway.prompts import Routed
+from lean_selector.http.head import digest_of
 
 
 def test_a_client_is_told_to_come_again_within_a_minute() -> None:
@@ -102,33 +106,48 @@ def test_a_request_id_is_one_word_or_none() -> None:
     assert request_id_of(section("a: b")) is None
 
 
-HEADERS = QueueHeaders("X-Team", "x-lean-priority", {b"digest": "a"}, {b"digest"})
+ONE, OTHER = digest_of(b"one"), digest_of(b"other")
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> AccessTokens:
+    path = tmp_path / "tokens"
+    path.write_bytes(b"write one a max-priority=high\nwrite other\n")
+    return AccessTokens(str(path))
 
 
 def read(
-    lines: bytes, credential: bytes | None, headers: QueueHeaders = HEADERS, priority: int = 0
+    lines: bytes,
+    tokens: AccessTokens | None,
+    credential: bytes | None = None,
+    *,
+    priority: int = 0,
+    trusts: bool = False,
+    by_name: bool = True,
 ) -> Routed:
     prompt = Prompt(16, b"", 0, b"", bytes)
     routed = Routed("m", "default", prompt, b"", why_not=None, streams=False)
     routed.strict_priority = priority
+    headers = QueueHeaders("X-Team", "x-lean-priority", tokens, trusts=trusts, by_name=by_name)
     headers.read(routed, b"1.1\r\nhost: x\r\n%b\r\naccept: y\r\n\r\n" % lines, credential)
     return routed
 
 
-def test_a_request_is_that_of_its_token_s_name_or_else_of_the_header() -> None:
+def test_a_request_is_that_of_its_token_s_name_or_else_of_the_header(tokens: AccessTokens) -> None:
     for line, credential, whose in (
-        (b"x-team: b", b"digest", "a"),  # no client takes another's share
-        (b"x-team: b", b"other", "b"),
+        (b"x-team: b", ONE, "a"),  # no client takes another's share
+        (b"x-team: b", OTHER, "b"),
         (b"X-TEAM:\tb ", None, "b"),
         (b"x-team: b c", None, ""),
         (b"x-team: " + b"b" * 257, None, ""),
         (b"x-team:", None, ""),
         (b"x-x-team: b", None, ""),
     ):
-        assert read(line, credential).fairness_id == whose, line
+        assert read(line, tokens, credential).fairness_id == whose, line
+    assert read(b"x-team: b", tokens, ONE, by_name=False).fairness_id == "b"
 
 
-def test_who_is_urgent_needs_the_right_to_it_and_anybody_can_wait() -> None:
+def test_who_is_urgent_needs_the_right_to_it_and_anybody_can_wait(tokens: AccessTokens) -> None:
     for line, body, asked in (
         (b"x-lean-priority: high", 0, 1),
         (b"X-Lean-Priority:HIGH\t", -1, 1),  # the header comes before the body
@@ -137,20 +156,33 @@ def test_who_is_urgent_needs_the_right_to_it_and_anybody_can_wait() -> None:
         (b"x-team: b", 1, 1),
         (b"x-team: b", -1, -1),
     ):
-        for headers, credential, most in (
-            (HEADERS, b"digest", 1),
-            (HEADERS, b"other", 0),
-            (HEADERS, None, 0),
-            (QueueHeaders("x", "x-lean-priority", {}, None), None, 1),
+        for known, credential, trusts, most in (
+            (tokens, ONE, False, 1),
+            (tokens, OTHER, False, 0),
+            (tokens, None, False, 0),
+            (None, None, False, 0),
+            (None, None, True, 1),
         ):
-            routed = read(line, credential, headers, body)
+            routed = read(line, known, credential, priority=body, trusts=trusts)
             assert routed.strict_priority == min(asked, most), (line, credential)
 
 
 @pytest.mark.parametrize("value", [b"urgent", b"", b"1", b"high, low"])
 def test_a_priority_that_is_none_is_refused_by_its_header(value: bytes) -> None:
     with pytest.raises(BadRequest, match="x-lean-priority"):
-        read(b"x-lean-priority: %b" % value, b"digest")
+        read(b"x-lean-priority: %b" % value, None)
+
+
+def test_a_deadline_is_so_many_seconds_from_now() -> None:
+    for text, seconds in ((b"30", 30.0), (b"0.25", 0.25), (b"0", 0.0), (b"999999.9\t", 999_999.9)):
+        before = monotonic()
+        deadline = read(b"X-Request-Timeout-Secs: " + text, None).deadline
+        assert deadline is not None
+        assert before + seconds <= deadline <= monotonic() + seconds
+    assert read(b"x-team: b", None).deadline is None
+    for text in (b"", b"soon", b"-1", b"1e3", b"inf", b"1.", b".5", b"1000000", b"1, 2"):
+        with pytest.raises(BadRequest, match="x-request-timeout-secs"):
+            read(b"x-request-timeout-secs: " + text, None)
 
 
 def test_a_websocket_is_told_from_other_upgrades() -> None:

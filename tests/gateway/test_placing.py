@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from lean_selector.api.selector_metrics import _outcomes
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
 from lean_selector.core.settings import EjectionSettings
@@ -27,6 +28,7 @@ from lean_selector.http.client import ClientConnection
 from lean_selector.http.connections import Connections
 from lean_selector.http.streaming import StreamingProtocol
 from tests.http.test_protocol import Transport
+from tests.support.driven_selector import teach
 from tests.support.gates import NOW, selection_service
 from tests.support.on_loop import on_loop
 
@@ -64,7 +66,9 @@ class Gateway:
             nothing,
             None,
             503,
-            QueueHeaders("x-team", "x-p", {}, None) if "queue_fairness" in settings else None,
+            QueueHeaders("x-team", "x-p", None, trusts=True, by_name=True)
+            if "queue_threshold" in settings
+            else None,
         )
         self.handler = GatewayHandler(
             placing,
@@ -187,6 +191,31 @@ async def test_who_waits_at_the_gateway_is_told_apart_by_the_headers() -> None:
     (left,) = partition.queue.in_order()
     assert (left.request.fairness_id, left.request.strict_priority) == ("a", -1)
     for client in clients:
+        client.connection_lost(None)
+
+
+@on_loop
+async def test_what_waits_and_would_come_too_late_is_a_504_of_its_own() -> None:
+    gateway = Gateway(queue_threshold=0.1)
+    (partition,) = gateway.selector.catalog.partitions.values()
+    (load,) = partition.slots.ranks.values()
+    teach(partition, load, 1.0)
+    more = b"x-request-timeout-secs: 5\r\n"
+    first, transport = gateway.client()
+    first.data_received(request(more=more))  # it does not wait, so nobody judges it
+    assert (gateway.live, transport.writes) == (1, [])
+    second, transport = gateway.client()
+    second.data_received(request(more=more))
+    assert transport.take().startswith(b"HTTP/1.1 504 ")
+    assert (gateway.live, len(partition.queue), gateway.counts.answers[504]) == (1, 0, 1)
+    meter = gateway.handler.placing.chooser.meter
+    assert (meter.by_status(), meter.shed) == ({"200": 1, "504": 1}, 0)
+    samples = dict(filter(None, _outcomes([meter], 503)))
+    assert samples['{route="gateway",outcome="too_late"}'] == 1
+    third, _ = gateway.client()
+    third.data_received(request(more=b"x-request-timeout-secs: 500000\r\n"))
+    assert len(partition.queue) == 1
+    for client in (first, second, third):
         client.connection_lost(None)
 
 

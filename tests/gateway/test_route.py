@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from typing import Any
+from time import monotonic
+from typing import Any, cast
 
 import pytest
 
@@ -69,14 +70,14 @@ class GatewayHandler:
         self.prompts = Scripted()
         self.ended: set[str] = set()
         self.door = RouteHandler(
-            self.prompts,
+            cast(Any, self.prompts),
             self.service.select_and_reserve,
             lambda reservation_id: self.selector.reservations.free(reservation_id, NOW),
             lambda reservation_id, tokens: self.selector.reservations.expect_output(
                 reservation_id, tokens, NOW
             ),
             self._has_ended,
-            QueueHeaders("x-team", "x-lean-priority", {}, None),
+            QueueHeaders("x-team", "x-lean-priority", None, trusts=True, by_name=False),
         )
         self.gate = Gate(self.door.routes())
 
@@ -429,11 +430,13 @@ async def test_headers_tell_whose_request_waits_and_how_urgent_it_is() -> None:
     door = GatewayHandler(queue_threshold=0.0)
     door.worker(7, max_num_batched_tokens=16)
     assert (await door.ask())[0] == 200
-    pending = door.begin(x_team="b", x_lean_priority="low")
+    pending = door.begin(x_team="b", x_lean_priority="low", x_request_timeout_secs="30")
     (partition,) = door.selector.catalog.partitions.values()
     await until(lambda: len(partition.queue) == 1)
     (waiting,) = partition.queue.in_order()
     assert waiting.request.fairness_id == "b"
     assert waiting.request.strict_priority == -1
+    assert waiting.request.deadline is not None
+    assert 0.0 < waiting.request.deadline - monotonic() <= 30.0
     assert pending.on_disconnect is not None
     pending.on_disconnect()

@@ -7,7 +7,7 @@ costs which are equal on paper differ in the last bit or do not, and both must a
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
@@ -16,9 +16,7 @@ from hypothesis import example, given, settings
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.shapes import BusyThreshold, Reservation, ReservationSpec
-from lean_selector.core.load.speeds import LEAST_TOKENS, WINDOW
+from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice, overlap
 from lean_selector.core.selection.choice import (
@@ -47,7 +45,7 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.settings import API_1_3, API_1_6
 from tests.support import naive_choice
-from tests.support.driven_selector import Sources, pack
+from tests.support.driven_selector import Sources, pack, teach
 from tests.support.reservations import book
 
 SHARE_ERROR = 1e-4
@@ -77,15 +75,6 @@ class RankState(msgspec.Struct, frozen=True):
     disk: int
     believed: int = 0
     empty: int = 0
-
-
-def teach(partition: Partition, load: RankLoad, seconds_per_token: float) -> None:
-    """Requests on a rank tell how fast it is."""
-    spec, run = ReservationSpec("r", *load.key), cast(Any, None)
-    for turn in range(WINDOW):
-        served = Reservation("r", spec, load, run, 0, 0, 0.0, 0.0, None)
-        served.ahead_tokens = LEAST_TOKENS
-        partition.speeds.completed(served, LEAST_TOKENS * seconds_per_token, 10.0 * turn)
 
 
 class Fleet(msgspec.Struct, frozen=True):

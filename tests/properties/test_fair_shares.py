@@ -171,6 +171,7 @@ def test_a_higher_strict_priority_goes_first_whatever_was_served() -> None:
     while any(played.waiting.values()):
         played.end()
     assert [set(played.order[at : at + 2]) for at in (1, 3, 5)] == [{"a", "c"}] * 3
+    assert played.partition.queue.admitted == {"low": 2, "normal": 2, "high": 2}
 
 
 def test_what_an_id_was_served_on_one_rank_counts_on_the_other() -> None:
@@ -192,12 +193,12 @@ def test_output_is_charged_as_it_was_reported() -> None:
     played.end()
     shares = played.partition.shares
     assert shares is not None
-    before = shares.services()["a"]
+    before = shares._shares["a"].service
     assert before == 10 + 2 * 3
     for _ in range(2):
         played.selector.reservations.output_block(played.live[0], None, 0.0)
     played.end()
-    assert shares.services()["a"] == 10 + 2 * 2 * BLOCK_SIZE
+    assert shares._shares["a"].service == 10 + 2 * 2 * BLOCK_SIZE
 
 
 def test_who_was_charged_for_output_that_never_came_is_early_again() -> None:
@@ -225,6 +226,10 @@ def test_an_id_saves_up_nothing_while_it_asks_for_nothing() -> None:
     assert played.order[-4:].count("c") == 2
 
 
+def services(shares: FairShares) -> dict[str, float]:
+    return {name: share.service for name, share in shares._shares.items()}
+
+
 def test_service_is_halved_and_the_order_stays() -> None:
     played = Played(1)
     played.ask("a", 10)
@@ -235,10 +240,10 @@ def test_service_is_halved_and_the_order_stays() -> None:
     played.end()
     shares = played.partition.shares
     assert shares is not None
-    before = shares.services()
+    before = services(shares)
     for now in (1.0, 1.0 + fair_shares.HALF_LIFE_S, 1.0 + 3 * fair_shares.HALF_LIFE_S):
         shares.settle(now)
-    assert shares.services() == {name: service / 8 for name, service in before.items()}
+    assert services(shares) == {name: service / 8 for name, service in before.items()}
     while any(played.waiting.values()):
         played.end()
     assert not len(played.partition.queue)
@@ -253,5 +258,5 @@ def test_ids_are_bounded_and_the_least_recent_go(waits: bool) -> None:
         flow = shares.enter(line, f"{number}")
         if not waits:
             shares.leave(flow)
-    assert len(shares) == (2 * MAX_IDS + 1 if waits else MAX_IDS)
+    assert len(shares._shares) == (2 * MAX_IDS + 1 if waits else MAX_IDS)
     assert shares.enter(line, "kept").share is kept

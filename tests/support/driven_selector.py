@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, cast
 
-from lean_selector.core.load.shapes import Reservation
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.shapes import Reservation, ReservationSpec
+from lean_selector.core.load.speeds import LEAST_TOKENS, WINDOW
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import SourceSink, Worker
@@ -34,6 +36,15 @@ def prompt_of(hashes: list[int], isl_tokens: int) -> Prompt:
     """The same numbers serve as local and as sequence hashes."""
     packed = pack(hashes)
     return Prompt(isl_tokens, packed, len(hashes), packed[:8], lambda: packed)
+
+
+def teach(partition: Partition, load: RankLoad, seconds: float, times: int = WINDOW) -> None:
+    """Requests on a rank tell how fast it is, in seconds per token."""
+    spec, run = ReservationSpec("r", *load.key), cast(Any, None)
+    for turn in range(times):
+        served = Reservation("r", spec, load, run, 0, 0, 0.0, 0.0, None)
+        served.ahead_tokens = LEAST_TOKENS
+        partition.speeds.completed(served, LEAST_TOKENS * seconds, 10.0 * turn)
 
 
 class Sources:

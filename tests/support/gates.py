@@ -146,7 +146,7 @@ def routes_of(service: str) -> list[Route]:
     selection = selection_service(dialect=dialect)
     door = RouteHandler(
         NoPrompts(),  # type: ignore[arg-type] # nothing is asked
-        lambda body: None,
+        lambda body, deadline: None,
         lambda name: None,
         lambda name, tokens: None,
         lambda name: False,

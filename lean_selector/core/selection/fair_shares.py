@@ -140,14 +140,8 @@ class FairShares:
         self._halved = 0
         self._halved_at: float | None = None
 
-    def __len__(self) -> int:
-        return len(self._shares)
-
     def new_line(self, ties: Ties) -> Line:
         return FairLine(ties, self)
-
-    def services(self) -> dict[str, float]:
-        return {name: share.service for name, share in self._shares.items()}
 
     def enter(self, line: FairLine, name: str) -> Flow:
         """Return a new flow for the first request of an id in a line."""

@@ -55,11 +55,13 @@ def loads(
     ]
 
 
-def saturation(partition: Partition) -> float:
+def saturation(partition: Partition, target_ttft_s: float = math.inf) -> float:
     """Return how full the ranks are that may get new requests: 0 idle, 1 full, above 1 too few. A
     rank is as full as its waiting prefill or its active blocks, relative to the threshold at which
     it is busy, or else to the queue's threshold and to all its blocks. Prompts in the queue count
-    as waiting prefill, in equal parts. Return 2 if requests wait and there is no rank for them."""
+    as waiting prefill, in equal parts. With `target_ttft_s`, a rank is at least as full as the time
+    of its waiting prefill, estimated if its speed is known, is to this. Return 2 if requests wait
+    and there is no rank for them."""
     queue, ranks = partition.queue, partition.candidates.bit_count()
     if not ranks:
         return 2.0 if len(queue) else 0.0
@@ -79,8 +81,10 @@ def saturation(partition: Partition) -> float:
             most_blocks = float(blocks)
         for load in worker.loads:
             if load.mask & partition.candidates:
-                by_tokens = (load.active_prefill_tokens + queued) / max(1.0, most_tokens)
-                total += max(by_tokens, load.active_decode_blocks / max(1.0, most_blocks))
+                tokens = load.active_prefill_tokens + queued
+                ttft_s = tokens * (partition.speeds.seconds_per_token(load) or 0.0)
+                by_blocks = load.active_decode_blocks / max(1.0, most_blocks)
+                total += max(tokens / max(1.0, most_tokens), by_blocks, ttft_s / target_ttft_s)
     return total / ranks
 
 

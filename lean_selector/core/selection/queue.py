@@ -17,6 +17,7 @@ import bisect
 import contextlib
 import heapq
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
@@ -59,7 +60,7 @@ class Waiting:
     once, with the placement or with the error (always a SelectorError, unless there is a bug)."""
 
     __slots__ = (
-        "_queue", "_timer", "answer", "arrived_at", "has_client", "key", "line", "on_answer",
+        "_queue", "_timers", "answer", "arrived_at", "has_client", "key", "line", "on_answer",
         "request",
     )  # fmt: skip
 
@@ -73,7 +74,7 @@ class Waiting:
         line: "Line",
     ) -> None:
         self._queue = queue
-        self._timer: Timer | None = None
+        self._timers: tuple[Timer, ...] = ()
         self.request = request
         self.arrived_at = arrived_at
         self.line = line
@@ -91,16 +92,18 @@ class Waiting:
             self.answer = None
             self._queue.rules.give_back(self.request.reservation_id, now)
 
-    def limit(self, call_later: CallLater, limit_s: float) -> None:
-        """Answers with WaitedTooLong if the request still waits after `limit_s`."""
-        too_long = WaitedTooLong(limit_s)
-        self._timer = call_later(limit_s, lambda: self._queue.refuse(self, too_long))
+    def limit(self, limit_s: float, error: SelectorError) -> None:
+        """Answers with `error` if the request still waits after `limit_s`."""
+        call_later = self._queue.rules.call_later
+        if call_later is not None:
+            timer = call_later(limit_s, lambda: self._queue.refuse(self, error))
+            self._timers = *self._timers, timer
 
     def left(self) -> None:
-        # Otherwise the timer would keep the request and its prompt until the limit.
-        timer, self._timer = self._timer, None
-        if timer is not None:
+        # Otherwise the timers would keep the request and its prompt until the limits.
+        for timer in self._timers:
             timer.cancel()
+        self._timers = ()
 
     def set_answer(self, answer: Placement | Exception) -> None:
         self.answer = answer
@@ -188,35 +191,29 @@ class Line:
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
 
 
+@dataclass(eq=False)
 class QueueRules:
-    """What all queues of a selector have in common."""
+    """What all queues of a selector have in common.
 
-    def __init__(
-        self,
-        free: Callable[[str, float, bool], None] = lambda reservation_id, now, was_served: None,
-        *,
-        threshold: float | None = None,
-        max_wait_s: float | None = None,
-        call_soon: CallSoon | None = None,
-        call_later: CallLater | None = None,
-        claimed: set[str] | None = None,
-    ) -> None:
-        """`free(reservation_id, now, was_served)` ends a reservation. `threshold`: None if requests
-        never wait. `call_soon` and `call_later` are the event loop's methods: without the first,
-        all requests are admitted at once; the second is needed only with `max_wait_s`. `claimed`
-        gets the reservation ids of queued requests, if given."""
-        self._free = free
-        self.threshold = threshold
-        self.max_wait_s = max_wait_s
-        self.call_soon = call_soon
-        self.call_later = call_later
-        self.claimed = claimed
-        self.most = 1 << 60 if call_soon is None else MOST_AT_ONCE
-        self.refusal: SelectorError | None = None  # why no more requests are queued
+    `free(reservation_id, now, was_served)` ends a reservation. `threshold`: None if requests never
+    wait. `call_soon` and `call_later` are the event loop's methods: without the first, all requests
+    are admitted at once; without the second, no wait has a limit. `claimed` gets the reservation
+    ids of queued requests, if given. `refusal`: why no more requests are queued."""
+
+    free: Callable[[str, float, bool], None] = lambda reservation_id, now, was_served: None
+    threshold: float | None = None
+    max_wait_s: float | None = None
+    call_soon: CallSoon | None = None
+    call_later: CallLater | None = None
+    claimed: set[str] | None = None
+    refusal: SelectorError | None = None
+
+    def __post_init__(self) -> None:
+        self.most = 1 << 60 if self.call_soon is None else MOST_AT_ONCE
 
     def give_back(self, reservation_id: str, now: float) -> None:
         with contextlib.suppress(NotFound):  # removed with its worker
-            self._free(reservation_id, now, False)
+            self.free(reservation_id, now, False)
 
 
 class Queue:
@@ -247,8 +244,9 @@ class Queue:
         self._is_moving = False  # while requests are being admitted
         self._is_due = False  # a later turn of the loop will admit more
         self.isl_tokens = 0  # sum over the queued requests
-        self.admitted = 0  # how many were admitted, and their total waiting time
-        self.waited_s = 0.0
+        # How many were admitted, by priority, and their total waiting time
+        self.admitted = {"low": 0, "normal": 0, "high": 0}
+        self.waited_s = dict.fromkeys(self.admitted, 0.0)
 
     def __len__(self) -> int:
         return self._size
@@ -287,8 +285,8 @@ class Queue:
         self.isl_tokens += request.prompt.isl_tokens
         if rules.claimed is not None and request.books:
             rules.claimed.add(request.reservation_id)
-        if rules.max_wait_s is not None and rules.call_later is not None:
-            waiting.limit(rules.call_later, rules.max_wait_s)
+        if rules.max_wait_s is not None:
+            waiting.limit(rules.max_wait_s, WaitedTooLong(rules.max_wait_s))
         if room is not None and (self._is_moving or self._is_due):
             # The request arrived during an admission, and may be the next to leave.
             room.came_free |= line.leads_to
@@ -451,8 +449,10 @@ class Queue:
         try:
             assert self._place is not None
             answer = self._place(waiting, room.below if passes else -1, now)
-            self.admitted += 1
-            self.waited_s += waited_s
+            strict = waiting.request.strict_priority
+            priority = "high" if strict > 0 else "low" if strict else "normal"
+            self.admitted[priority] += 1
+            self.waited_s[priority] += waited_s
         # a failure must reach this request, not the caller whose event admitted it
         except Exception as error:
             answer = error

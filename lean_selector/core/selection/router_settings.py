@@ -65,6 +65,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     )
     queue_policy: QueuePolicy | None = None  # None: the default for the policy
     queue_max_wait_s: float | None = None
+    target_ttft_s: float | None = None  # at which a rank counts as full
     queue_fairness: Literal["off", "on"] = "off"
     queue_weights: dict[str, float] = {}  # fairness id -> its weight, if not 1; > 0
     # if a request is queued for longer, its overlap is looked up again

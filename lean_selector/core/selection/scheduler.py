@@ -1,12 +1,16 @@
 """Find the ranks that a request may use. A request can prefer a worker (its target) or the rank of
 its session. `choice.py` chooses among the ranks. Spec selection.md 3.1 and 4."""
 
+import math
+
 from lean_selector.core.errors import NO_ENDPOINTS, AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.selection.cost import effective_prefill_tokens
+from lean_selector.core.selection.overlap import NOTHING
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import (
     BOTH,
     DECODE,
+    NEVER,
     SelectionRequest,
     SessionExplanation,
 )
@@ -62,6 +66,27 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
             size = partition.block_size
             least = min(least, effective_prefill_tokens(terms, isl_tokens, match, size))
     return least
+
+
+def least_ttft_s(partition: Partition, request: SelectionRequest) -> tuple[float, float] | None:
+    """Return the shortest time to first token on any rank that a queued request may use: behind
+    what its rank has to prefill now, and alone. None if the speed of a rank is not known, and for
+    requests that a certain rank or a pair serves."""
+    sessions, size = partition.sessions, partition.block_size
+    is_bound = sessions is not None and not sessions.is_soft and request.session_id is not None
+    if request.pinned is not None or is_bound or request.disaggregate != NEVER:
+        return None
+    ranks, least = eligible(partition, request), (math.inf, math.inf)
+    for key, load in partition.slots.ranks.items():
+        if load.mask & ranks:
+            speed = partition.speeds.seconds_per_token(load)
+            if speed is None:
+                return None
+            match = request.matches.get(key, NOTHING)
+            left = effective_prefill_tokens(request.terms, request.prompt.isl_tokens, match, size)
+            behind = (load.active_prefill_tokens + left) * speed
+            least = min(least[0], behind), min(least[1], left * speed)
+    return least if ranks else None
 
 
 # -- steering --------------------------------------------------------------------------------------

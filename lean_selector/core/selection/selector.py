@@ -7,8 +7,9 @@ seconds."""
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from lean_selector.core.errors import AllWorkersBusy, Conflict, SelectorError
+from lean_selector.core.errors import AllWorkersBusy, Conflict, SelectorError, TooLate
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds
@@ -17,7 +18,6 @@ from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.cost import base_terms, terms, under
-from lean_selector.core.selection.observers import Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.placement import placed
@@ -29,6 +29,7 @@ from lean_selector.core.selection.scheduler import (
     check_target,
     eligible,
     least_left_to_prefill,
+    least_ttft_s,
     not_busy,
     steered,
 )
@@ -46,6 +47,9 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.selection.worker_health import WorkerHealth
 from lean_selector.core.sessions.table import SessionTables
+
+if TYPE_CHECKING:
+    from lean_selector.core.selection.watch import ChoiceWatch
 
 # A request that no worker can serve stays queued while others wait, because a worker that can may
 # register. If nothing happens, it is answered after this time (the reference: 60 s).
@@ -104,7 +108,7 @@ class Selector:
             call_later=call_later,
             claimed=self.reservations.claimed if settings.dialect.claims_ids else None,
         )
-        self.watch: Watch | None = None  # set while a page is open
+        self.watch: ChoiceWatch | None = None  # set while a page is open
 
     def terms_of(self, model_name: str) -> CostTerms:
         """Return the weights of the cost formula for requests to this model without overrides."""
@@ -243,7 +247,14 @@ class Selector:
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
         queue = partition.queue
         work = least_left_to_prefill(partition, request) if queue.asks_work else 0
-        return queue.add(request, now, work)
+        if request.deadline is None or (ttft_s := least_ttft_s(partition, request)) is None:
+            return queue.add(request, now, work)
+        (behind_s, alone_s), left_s = ttft_s, request.deadline - now
+        if behind_s > left_s:
+            raise TooLate(behind_s, left_s)
+        waiting = queue.add(request, now, work)
+        waiting.limit(left_s - alone_s, TooLate(alone_s, alone_s))
+        return waiting
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Choose a rank even if requests are queued, and book it if `request.books`."""

@@ -159,6 +159,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
     preferred_taints: dict[str, float] = {}  # single precision
     priority_jump: float = 0.0
     strict_priority: int = 0
+    deadline: float | None = None  # monotonic; after it, the first token is too late
     fairness_id: str = ""  # who shares the queue with others; of use only with fair shares
     matches: dict[tuple[int, int], Matched] = {}  # stored while the request is queued
     waited_s: float = 0.0  # seconds in the queue, set when the request is placed

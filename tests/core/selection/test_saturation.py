@@ -8,7 +8,7 @@ import pytest
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.selection.inspection import saturation
 from lean_selector.core.selection.shapes import SelectionRequest
-from tests.support.driven_selector import BLOCK_SIZE, DrivenSelector, prompt_of
+from tests.support.driven_selector import BLOCK_SIZE, DrivenSelector, prompt_of, teach
 
 KEY = ("default", "default")
 
@@ -69,6 +69,21 @@ def test_what_waits_is_what_is_missing() -> None:
     for worker_id in (1, 2):
         fleet.selector.patch_worker(worker_id, {"lifecycle": "draining"}, 0.0)
     assert fleet.saturation == 2
+
+
+def test_with_a_target_a_slow_rank_is_full_by_the_time_that_its_prefill_takes() -> None:
+    fleet = Fleet(queue_threshold=1.0)
+    for worker_id in (1, 2):
+        fleet.load(worker_id, 120)
+    request = SelectionRequest(prompt_of([], 80), fleet.selector.terms)
+    fleet.selector.select(fleet.partition, request, 0.0)
+    by_tokens = (120 + 80 / 2) / 100
+    assert saturation(fleet.partition, 4.0) == pytest.approx(by_tokens)  # no speed is known
+    teach(fleet.partition, fleet.partition.slots.ranks[1, 0], 0.1)
+    by_time = (120 + 80 / 2) * 0.1 / 4.0
+    assert saturation(fleet.partition, 4.0) == pytest.approx((by_time + by_tokens) / 2)
+    assert saturation(fleet.partition, 100.0) == pytest.approx(by_tokens)
+    assert fleet.saturation == pytest.approx(by_tokens)
 
 
 def test_a_rank_that_gets_no_requests_does_not_count() -> None:
