@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from lean_selector.app.flags import Field, fields_of
 from lean_selector.app.gateway_flags import GatewayConfig
-from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.service_flags import TrackerConfig
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -325,7 +325,7 @@ def flags_page() -> str:
     for title, config, intro in (
         ("All services", TrackerConfig, "The default of `--port` is 8091 for the slot tracker, 8092"
          " for the selector, 8080 for the gateway."),
-        ("Selector and gateway", SelectorConfig, ""),
+        ("Selector and gateway", SelectorServiceConfig, ""),
         ("Gateway", GatewayConfig, "It takes all flags above; where it has a default of its own, "
          "the flag is here again.\nWorkers are named as arguments, or as `workers` in the file."),
     ):  # fmt: skip

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _gateway(arguments[1:])
     if arguments and not arguments[0].startswith("-"):
         return _no_command(arguments[0])
-    from lean_selector.app.selector_flags import SelectorConfig
+    from lean_selector.app.picker_flags import SelectorServiceConfig
 
     return _served(
         "lean-selector",
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "work, `top` shows a running one, `simulate` compares policies on a trace, `replay` "
         "and `tune` settings on the decisions of a service, `check` finds what is wrong, "
         "`deploy` prints files to run it with.",
-        SelectorConfig,
+        SelectorServiceConfig,
         ("lean_selector.app.selector_process", "run_selector"),
         arguments,
     )

@@ -28,6 +28,11 @@ class Part:
     def refuse_new(self) -> None:
         """Called when a shutdown begins; open requests are still answered."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in progress that a shutdown waits for, besides HTTP requests."""
+        return True
+
     def close(self) -> Awaitable[None] | None:
         """Called at the end of the shutdown; may be a coroutine."""
         return None
@@ -63,6 +68,10 @@ class Parts(Part):
     def refuse_new(self) -> None:
         for part in self._parts:
             part.refuse_new()
+
+    @property
+    def is_idle(self) -> bool:
+        return all(part.is_idle for part in self._parts)
 
     async def close(self) -> None:
         for part in reversed(self._parts):

@@ -26,12 +26,18 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import GATEWAY, ROUTE, SELECT, SELECT_AND_RESERVE
+from lean_selector.core.selection.shapes import (
+    GATEWAY,
+    PICKER,
+    ROUTE,
+    SELECT,
+    SELECT_AND_RESERVE,
+)
 from lean_selector.core.sessions.shapes import SessionVerdict
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.wire.selection_bodies import SourceStatus
 
-_ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY)
+_ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY, PICKER)
 SHED: Final = "429"
 
 OTHER: Final = "other"  # all models and tenants that never had a worker
@@ -135,8 +141,8 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         counts = Counter[str](placed=0, shed=meter.shed)
         for status, count in meter.by_status().items():
             counts[OUTCOMES.get(status, "refused")] += count
-        # POST /route has its own status for shed requests.
-        status = SHED if meter.route == ROUTE else str(overload_status)
+        # What serves other gateways has its own status for shed requests.
+        status = SHED if meter.route in (ROUTE, PICKER) else str(overload_status)
         counts[OUTCOMES.get(status, "refused")] -= meter.shed
         counts["no_worker"] -= meter.unknown_models + meter.unknown_tenants
         counts["unknown_model"] = meter.unknown_models

@@ -21,7 +21,6 @@ from lean_selector.http.urls import Url, endpoint_url
 _DEFAULTS: Final = {"block_size": 16}
 # Usually longer than queueing and prefill of a prompt, after which the engine's events report it.
 _PREDICTED_TTL_S: Final = 10.0
-_TOUCHES = 3.0  # renewals per reservation expiry time
 
 
 def _url(value: str) -> str:
@@ -135,11 +134,6 @@ class GatewayConfig(SelectorConfig):
     @property
     def most_body_bytes(self) -> int:
         return self.gateway.max_body_mb << 20
-
-    @property
-    def touch_after_s(self) -> float:
-        """Return after how many seconds to renew a reservation while its response is streamed."""
-        return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
     def selector(self) -> SelectorConfig:

@@ -83,7 +83,7 @@ class Front(Part):
             ModelList(self._rotation, client),
             self.counts,
             silence_s=flags.silence_s,
-            touch_after_s=config.touch_after_s,
+            touch_after_s=config.reservations.touch_after_s,
             request_timeout_s=flags.request_timeout_s,
             token=None if credentials.token is None else credentials.token.token,
             access_log=config.listen.access_log,

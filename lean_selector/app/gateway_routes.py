@@ -131,16 +131,17 @@ class GatewayRoutes(Part):
         """`queue_headers`: None without a queue. `new_client` creates the client for requests to
         engines. If construction raises StartError, no socket is left open."""
         selector = service.selector
-        self._prompts: Prompts | None = None
+        self.fleet = GatewayFleet(selector.catalog)
+        self.prompts: Prompts | None = None
         if prompts is not None:
-            self._prompts = prompts_of(prompts, GatewayFleet(selector.catalog), new_client())
+            self.prompts = prompts_of(prompts, self.fleet, new_client())
         self._logs: AccessLogReaders | None = None
         if access_logs.addresses:
             self._logs = AccessLogReaders(access_logs, selector, time.monotonic, decisions)
         self._route: RouteHandler | None = None
-        if self._prompts is not None:
+        if self.prompts is not None:
             self._route = RouteHandler(
-                self._prompts,
+                self.prompts,
                 service.select_and_reserve,
                 lambda reservation_id: selector.reservations.free(
                     reservation_id, time.monotonic(), was_served=False
@@ -156,15 +157,15 @@ class GatewayRoutes(Part):
         return () if self._route is None else self._route.routes()
 
     def families(self) -> Families:
-        of_prompts = [] if self._prompts is None else prompt_families(self._prompts.unknown)
+        of_prompts = [] if self.prompts is None else prompt_families(self.prompts.unknown)
         of_logs = [] if self._logs is None else self._logs.families()
         return [*of_prompts, *of_logs]
 
     async def close(self) -> None:
         if self._route is not None:
             await self._route.close()
-        if self._prompts is not None:
-            await self._prompts.close()
+        if self.prompts is not None:
+            await self.prompts.close()
         if self._logs is not None:
             self._logs.close()
 

@@ -278,7 +278,7 @@ class HttpServer:
             for listener in self._listeners:
                 listener.stop_inviting()
             parts.refuse_new()
-            await self._drain()
+            await self._drain(parts)
         finally:
             ticking.cancel()
             self.abort()
@@ -302,8 +302,9 @@ class HttpServer:
             listener.close()
         self.connections.abort()
 
-    async def _drain(self) -> None:
-        """Answers requests until all connections are idle, for at most `drain_s` (D14, D27)."""
+    async def _drain(self, parts: Part) -> None:
+        """Answers requests until all connections and parts are idle, for at most `drain_s` (D14,
+        D27)."""
         started = now = time.monotonic()
         self.connections.sweep(now)
         self.connections.start_draining()
@@ -314,7 +315,7 @@ class HttpServer:
                     listener.close()
             self.connections.sweep(now)
             connections = self.connections
-            is_empty = not connections.open and not connections.greeting
+            is_empty = not connections.open and not connections.greeting and parts.is_idle
             if is_empty and all(each.is_done for each in self._listeners):
                 return
             if now - started >= LAST_CALL_S and connections.open and not is_told:

@@ -80,11 +80,9 @@ def _bytes(value: str) -> int:
 
 
 def _mode(value: str) -> str:
-    if value.lower() in ("tokenize", "local", "off"):
+    if value.lower() in ("tokenize", "local", "off", "learn"):
         return value.lower()
-    learns = value.lower() == "learn"
-    why = "learn needs the engines' responses, which only the gateway sees; " if learns else ""
-    raise ValueError(f"{why}expected one of tokenize, local, off")
+    raise ValueError("expected one of tokenize, local, off")
 
 
 # -- the groups ------------------------------------------------------------------------------------
@@ -407,7 +405,8 @@ class HealthFlags:
 class PromptsFlags:
     """Raw prompts
 
-    mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; unset: no /route
+    mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; learn: from
+      responses, which an endpoint picker sees; unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     ask_from_bytes: tokenize a prompt if at least this many bytes follow the part seen before;
       `none`: never; unset: 0, but with learn (gateway) 16384 where answers contain token ids

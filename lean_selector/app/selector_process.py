@@ -18,7 +18,8 @@ from lean_selector.api.routes import Route, durable
 from lean_selector.api.selection import DumpAnswers, SelectionService
 from lean_selector.api.shared_handlers import discovery_routes
 from lean_selector.api.worker_handlers import ServiceState
-from lean_selector.app.host import HttpServer, new_zmq_context, run, tokens_of
+from lean_selector.app.host import HttpServer, StartError, new_zmq_context, run, tokens_of
+from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.selector_flags import SelectorConfig
 from lean_selector.app.selector_parts import (
     PagePart,
@@ -36,6 +37,8 @@ from lean_selector.parts import Parts
 
 if TYPE_CHECKING:
     from lean_selector.app.decision_log import DecisionLog
+    from lean_selector.app.endpoint_picker import EndpointPicker
+    from lean_selector.app.gateway_routes import GatewayRoutes
     from lean_selector.app.replication import Replication
     from lean_selector.app.state_persister import Persister
     from lean_selector.core.selection.peer_sessions import PeerSessions
@@ -117,11 +120,11 @@ class SelectorParts(Parts):
         routes = (*self.service.routes(), *discovery_routes(self.report), *super().routes())
         return routes if self._persister is None else durable(routes, self._persister)
 
-    def add_gateway_routes(self, tokens: AccessTokens | None = None) -> None:
+    def add_gateway_routes(self, tokens: AccessTokens | None = None) -> "GatewayRoutes | None":
         """Adds what serves POST /route and access logs, if they are on. Raises StartError."""
         config, core = self.core.config, self.core
         if not config.access_logs.addresses and config.prompts.settings is None:
-            return
+            return None
         from lean_selector.app.gateway_routes import GatewayRoutes
 
         # Responses to gateways are the same in every API version.
@@ -134,7 +137,7 @@ class SelectorParts(Parts):
         )
         prompts, client = config.prompts.settings, core.engine_client
         headers = config.queue.headers(tokens, by_name=False)  # the token is that of a proxy
-        self.add(
+        return self.add(
             GatewayRoutes(service, config.access_logs, prompts, client, self.decisions, headers)
         )
 
@@ -142,21 +145,39 @@ class SelectorParts(Parts):
 # -- the selector behind its listener --------------------------------------------------------------
 
 
-def run_selector(config: SelectorConfig) -> None:
+def run_selector(config: SelectorServiceConfig) -> None:
     """Runs the selection service until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _selector(config, log_state))
 
 
-async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
+def _endpoint_picker(
+    config: SelectorServiceConfig,
+    parts: SelectorParts,
+    routes: "GatewayRoutes",
+    tokens: AccessTokens | None,
+) -> "EndpointPicker":
+    try:
+        from lean_selector.app.endpoint_picker import EndpointPicker
+    except ModuleNotFoundError as error:
+        raise StartError(
+            f'--epp-port needs the package `{error.name}`: pip install "lean-selector[epp]"'
+        ) from None
+    return EndpointPicker(parts.core, config, routes, tokens)
+
+
+async def _selector(config: SelectorServiceConfig, log_state: logs.LogState) -> None:
     loop = asyncio.get_running_loop()
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = SelectorParts(config, context)
-    parts.add_gateway_routes(tokens)
+    routes, meters = parts.add_gateway_routes(tokens), list[RouteMeter]()
+    if config.picker.port is not None:
+        assert routes is not None
+        meters.append(parts.add(_endpoint_picker(config, parts, routes, tokens)).chooser.meter)
     connections = Connections(
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
-    app = selector_app(parts, connections, log_state, tokens=tokens)
+    app = selector_app(parts, connections, log_state, tokens=tokens, meters=meters)
     server = HttpServer(app, connections, config.listen, new_protocol=protocol_of(config))
     if tokens is not None:
         server.watch(tokens.reload)

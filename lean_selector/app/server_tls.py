@@ -29,9 +29,14 @@ class ServerTls:
         files: TlsFiles,
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
+        spoken: str = "http/1.1",
+        prefix: str = "--tls",
     ) -> None:
-        """Loads the files. Raises ValueError with one line that names the flag and the file."""
+        """Loads the files. Raises ValueError with one line that names the flag and the file.
+        `spoken` is the protocol that ALPN names; `prefix` begins the names of the flags."""
         self._files: Final = files
+        self._spoken: Final = spoken
+        self._prefix: Final = prefix
         self._counts: Final = connections.tls
         self._door: Final = TlsAcceptor(self._context(), connections, new_protocol)
         self._loaded = self._seen = _marks(files)
@@ -50,7 +55,7 @@ class ServerTls:
             self._load(marks)
 
     def _context(self) -> ssl.SSLContext:
-        context = server_context(self._files)
+        context = server_context(self._files, self._spoken, self._prefix)
         self._counts.not_after = not_after_of(self._files.cert)
         return context
 
@@ -69,26 +74,28 @@ class ServerTls:
         log.info("the TLS files were reloaded", extra={"cert": self._files.cert})
 
 
-def server_context(files: TlsFiles) -> ssl.SSLContext:
+def server_context(
+    files: TlsFiles, spoken: str = "http/1.1", prefix: str = "--tls"
+) -> ssl.SSLContext:
     """Creates the server's SSL context, for TLS 1.2 and later. Raises ValueError with one line that
     names the flag and the file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Otherwise a TLS 1.2 client could force repeated costly renegotiations.
     context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    _check_certificates("--tls-cert", files.cert)
-    _read("--tls-key", files.key)
+    context.set_alpn_protocols([spoken])
+    _check_certificates(f"{prefix}-cert", files.cert)
+    _read(f"{prefix}-key", files.key)
     try:
         load_certificate(context, files.cert, files.key)
     except LockedKey as error:
-        raise ValueError(f"--tls-key: {error}") from None
+        raise ValueError(f"{prefix}-key: {error}") from None
     except ssl.SSLError as error:
-        raise ValueError(_unfit(files, error)) from None
+        raise ValueError(_unfit(files, error, prefix)) from None
     except OSError as error:
-        raise ValueError(f"--tls-cert, --tls-key: {error.strerror or error}") from None
+        raise ValueError(f"{prefix}-cert, {prefix}-key: {error.strerror or error}") from None
     if files.client_ca is not None:
-        _check_certificates("--tls-client-ca", files.client_ca)
+        _check_certificates(f"{prefix}-client-ca", files.client_ca)
         context.load_verify_locations(files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
@@ -120,13 +127,13 @@ def _check_certificates(flag: str, path: str) -> None:
         raise ValueError(f"{flag}: {path} has no certificates in PEM") from None
 
 
-def _unfit(files: TlsFiles, error: ssl.SSLError) -> str:
+def _unfit(files: TlsFiles, error: ssl.SSLError, prefix: str) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
-        return f"--tls-key: {files.key} is not the key of the certificate in {files.cert}"
+        return f"{prefix}-key: {files.key} is not the key of the certificate in {files.cert}"
     if error.reason in ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):
         why = error.reason.lower().replace("_", " ")
-        return f"--tls-cert: {files.cert} is too weak: {why}"
-    return f"--tls-key: {files.key} has no private key in PEM"
+        return f"{prefix}-cert: {files.cert} is too weak: {why}"
+    return f"{prefix}-key: {files.key} has no private key in PEM"
 
 
 def _marks(files: TlsFiles) -> Marks:

@@ -306,6 +306,11 @@ class ReservationsFlags:
         common=True,
     )
 
+    @property
+    def touch_after_s(self) -> float:
+        """Return after how many seconds to renew a reservation while its request is in progress."""
+        return self.reservation_expiry_s / 3
+
 
 # -- the configurations ----------------------------------------------------------------------------
 

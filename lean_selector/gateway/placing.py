@@ -77,15 +77,17 @@ class Shed(Exception):
 class Chooser:
     """Chooses and reserves a worker for a completion, through the selector.
 
-    `slow_start_s`: for this many seconds after an ejection, a worker gets fewer requests."""
+    `slow_start_s`: for this many seconds after an ejection, a worker gets fewer requests.
+    `asked_at` names in metrics where requests come from."""
 
     selector: Selector
     rotation: Rotation
     overload_status: int = 503
     slow_start_s: float = 0.0
+    asked_at: str = GATEWAY
 
     def __post_init__(self) -> None:
-        self.meter = RouteMeter("POST", GATEWAY)
+        self.meter = RouteMeter("POST", self.asked_at)
 
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
@@ -137,7 +139,7 @@ class Chooser:
         partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
         request = SelectionRequest(routed.prompt, selector.terms_of(routed.model_name))
         request.books = True
-        request.asked_at = GATEWAY
+        request.asked_at = self.asked_at
         request.reservation_id = reservation_id
         request.fairness_id = routed.fairness_id
         request.strict_priority = routed.strict_priority

@@ -67,12 +67,18 @@ def _authority_of(endpoint: str) -> bytes:
         raise Unavailable(f"the chosen worker has no HTTP endpoint: {error}") from None
 
 
+def refusal_fields(error: SelectorError) -> tuple[int, str, str | None]:
+    """Return the status for an error of the selector, its text, and OpenAI's code."""
+    if isinstance(error, NotFound):
+        return UNKNOWN, error.message, "model_not_found"
+    status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
+    return status, error.message, None
+
+
 def error_of(error: SelectorError) -> bytes:
     """Return the response for an error of the selector."""
-    if isinstance(error, NotFound):
-        return refusal(UNKNOWN, error.message, "model_not_found", RETRY_AFTER)
-    status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
-    return refusal(status, error.message, None, RETRY_AFTER if status in (SHED, 503) else b"")
+    status, message, code = refusal_fields(error)
+    return refusal(status, message, code, RETRY_AFTER if status in (SHED, UNKNOWN) else b"")
 
 
 def unauthorized(refused: Refusal) -> bytes:

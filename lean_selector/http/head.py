@@ -248,7 +248,7 @@ def has_credentials(section: bytes) -> bool:
     return _NAME in section.lower()
 
 
-def _credential_of(value: bytes) -> bytes:
+def credential_of(value: bytes) -> bytes:
     """Return the digest of a header value's bearer token; UNUSABLE for another scheme."""
     scheme, _, token = value.strip(b" \t").partition(b" ")
     return digest_of(token.strip(b" \t")) if scheme.lower() == b"bearer" else UNUSABLE
@@ -280,7 +280,7 @@ class CredentialLine:
         self._size = end - begin
         self._start = section[begin:value_at]
         self._known = hash(_LINE_KEY + section[begin:end])
-        self._value = _credential_of(found[1])
+        self._value = credential_of(found[1])
 
     def rest_of(self, section: bytes) -> bytes:
         """Return the header section without its `authorization` line. If this line is missing, or

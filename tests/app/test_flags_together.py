@@ -10,6 +10,7 @@ from lean_selector.app.flags import DROPPED, Config, fields_of
 from lean_selector.app.gateway_flags import GatewayConfig
 from lean_selector.app.gateway_routes import prompts_of
 from lean_selector.app.host import StartError
+from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.selector_flags import SelectorConfig
 from lean_selector.app.service_flags import TrackerConfig
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
@@ -87,7 +88,7 @@ def test_no_removed_flag_is_left_and_what_is_named_instead_exists() -> None:
 def test_what_cannot_go_together_ends_the_start(
     words: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in refusal(capsys, SelectorConfig, words.split())
+    assert said in refusal(capsys, SelectorServiceConfig, words.split())
 
 
 def test_what_a_flag_needs_is_a_flag() -> None:
@@ -145,7 +146,11 @@ def test_a_flag_that_the_gateway_would_ignore_ends_the_start(
 def test_the_selector_in_it_is_told_what_the_gateway_is_but_has_a_port_of_its_own() -> None:
     config = gateway("http://a --reservation-expiry-secs 90 --port 1 --uds /x --selector-port 2")
     inner = config.selector
-    assert (config.listen.port, config.listen.uds, config.touch_after_s) == (1, "/x", 30.0)
+    assert (config.listen.port, config.listen.uds, config.reservations.touch_after_s) == (
+        1,
+        "/x",
+        30.0,
+    )
     assert (inner.listen.port, inner.listen.uds) == (2, None)
     assert inner.settings.reservation_expiry_s == 90.0
     assert (inner.prompts.settings, inner.settings.needs_kv_events) == (None, False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.tools import recipes
 from tests.support.configured import configured as configured_as
 
@@ -75,6 +75,6 @@ def unit_command(flags: str | None = None) -> list[str]:
     return shlex.split(found[1].replace("$LEAN_SELECTOR_FLAGS", flags))
 
 
-def configured(words: list[str]) -> SelectorConfig:
+def configured(words: list[str]) -> SelectorServiceConfig:
     """A command of the selector, read as at its start. A wrong one ends in SystemExit."""
-    return configured_as(SelectorConfig, words)
+    return configured_as(SelectorServiceConfig, words)

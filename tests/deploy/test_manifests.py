@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from loadtest.child_service import ChildService, asked, plain_environment
 from tests.deploy.recipe_commands import (
@@ -32,13 +33,26 @@ from tests.support.running_service import DEADLINE_S, RunningService, free_port,
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="pip install kubernetes-validate"
 )
+
+
+def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
+    """The schema of an object without other fields."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
 # From 1.29 on native sidecars are there unless switched off.
 VERSIONS = ["1.29", kubernetes_validate.latest_version()]
+OTHERS = {"ScaledObject", "InferencePool", "HTTPRoute"}  # of others than Kubernetes; see below
 RESOURCES = [
     pytest.param(resource, id=f"{name}: {resource['kind']} {resource['metadata']['name']}")
     for name in MANIFESTS
     for resource in documents(name)
-    if resource["kind"] != "ScaledObject"  # of KEDA; see below
+    if resource["kind"] not in OTHERS
 ]
 PODS = [
     pytest.param(resource, id=f"{name}: {resource['metadata']['name']}")
@@ -65,6 +79,90 @@ def test_both_ways_to_scale_are_the_same() -> None:
     assert external["target"]["value"] == f"{1000 * float(asked['threshold']):.0f}m"
     (model,) = external["metric"]["selector"]["matchLabels"].values()
     assert asked["query"] == f'max({external["metric"]["name"]}{{model="{model}"}})'
+
+
+# What the reference of the Inference Extension says of an InferencePool (v1), and the Gateway API's
+# of an HTTPRoute, as far as these resources go.
+NAME = {"type": "string", "minLength": 1, "maxLength": 253}
+LABELS = {"type": "object", "additionalProperties": {"type": "string", "maxLength": 63}}
+PORT = closed({"number": {"type": "integer", "minimum": 1, "maximum": 65535}}, "number")
+POOL = closed(
+    {
+        "selector": closed({"matchLabels": LABELS}, "matchLabels"),
+        "targetPorts": {"type": "array", "minItems": 1, "maxItems": 8, "items": PORT},
+        "appProtocol": {"enum": ["http", "kubernetes.io/h2c"]},
+        "endpointPickerRef": closed(
+            {
+                "group": {"type": "string"},
+                "kind": NAME,
+                "name": NAME,
+                "port": PORT,
+                "failureMode": {"enum": ["FailOpen", "FailClose"]},
+            },
+            "name",
+            "port",  # of a Service
+        ),
+    },
+    "selector",
+    "targetPorts",
+    "endpointPickerRef",
+)
+REFERENCE = closed({"group": {"type": "string"}, "kind": NAME, "name": NAME}, "name")
+MATCH = closed({"type": {"enum": ["Exact", "PathPrefix"]}, "value": {"pattern": "^/"}}, "value")
+DURATION = {"pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+RULE = closed(
+    {
+        "matches": {"type": "array", "items": closed({"path": MATCH}, "path")},
+        "backendRefs": {"type": "array", "items": REFERENCE},
+        "timeouts": closed({"request": DURATION, "backendRequest": DURATION}),
+    }
+)
+ROUTE = closed(
+    {
+        "parentRefs": {"type": "array", "items": REFERENCE},
+        "rules": {"type": "array", "items": RULE},
+    },
+    "parentRefs",
+)
+EPP = "kubernetes/inferencepool.yaml"
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "schema"),
+    [
+        ("InferencePool", "inference.networking.k8s.io/v1", POOL),
+        ("HTTPRoute", "gateway.networking.k8s.io/v1", ROUTE),
+    ],
+)
+def test_a_pool_and_its_route_are_what_their_references_say(
+    kind: str, version: str, schema: dict[str, Any]
+) -> None:
+    (resource,) = (each for each in documents(EPP) if each["kind"] == kind)
+    assert resource["apiVersion"] == version
+    Draft202012Validator(schema).validate(resource["spec"])
+
+
+def test_the_pool_names_the_picker_and_the_pickers_find_its_pods() -> None:
+    found = {(each["kind"], each["metadata"]["name"]): each for each in documents(EPP)}
+    pool = found["InferencePool", "vllm"]["spec"]
+    (container,) = containers(EPP)
+    picker = pool["endpointPickerRef"]
+    ports = {port["port"]: port for port in found["Service", picker["name"]]["spec"]["ports"]}
+    asked = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert asked[ports[picker["port"]["number"]]["targetPort"]] == 9002
+    assert "--epp-port=9002" in container["args"]
+    assert container["readinessProbe"]["grpc"]["port"] == 9002
+    engines = found["Service", "vllm"]["spec"]
+    assert engines["selector"] == pool["selector"]["matchLabels"]
+    assert [port["port"] for port in engines["ports"]] == [
+        port["number"] for port in pool["targetPorts"]
+    ]
+    assert "--discover=kubernetes:serving/vllm" in container["args"]
+    (rule,) = found["HTTPRoute", "vllm"]["spec"]["rules"]
+    assert rule["backendRefs"][0]["name"] == "vllm"
+    (drains,) = (arg for arg in container["args"] if arg.startswith("--drain-secs="))
+    grace = pod_of(found["Deployment", picker["name"]])["terminationGracePeriodSeconds"]
+    assert grace > int(drains.partition("=")[2])
 
 
 # -- what they may ---------------------------------------------------------------------------------

@@ -163,6 +163,16 @@ class OpenAiWorker:
 # -- the worker's side -----------------------------------------------------------------------------
 
 
+async def _chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body in chunks, perhaps with trailers."""
+    pieces = []
+    while size := int((await reader.readline()).partition(b";")[0], 16):
+        pieces.append((await reader.readexactly(size + 2))[:-2])
+    while await reader.readline() not in (b"\r\n", b""):
+        pass
+    return b"".join(pieces)
+
+
 class _Worker:
     def __init__(self, options: SimpleNamespace) -> None:
         self.options = options
@@ -197,7 +207,10 @@ class _Worker:
         headers = {
             name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:])
         }
-        raw = await reader.readexactly(int(headers.get("content-length", "0")))
+        if headers.get("transfer-encoding") == "chunked":
+            raw = await _chunks(reader)
+        else:
+            raw = await reader.readexactly(int(headers.get("content-length", "0")))
         method, target, _ = head[0].split(" ", 2)
         path = target.partition("?")[0]
         if not path.startswith("/fake/"):

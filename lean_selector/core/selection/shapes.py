@@ -13,7 +13,7 @@ PartitionKey = tuple[str, str]
 
 # Routes that select a worker, as named in metrics.
 SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
-ROUTE, GATEWAY = "/route/{path*}", "gateway"
+ROUTE, GATEWAY, PICKER = "/route/{path*}", "gateway", "endpoint_picker"
 
 # Fields of a record that map ranks to values.
 BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")

@@ -1,0 +1,150 @@
+"""Attaches the endpoint picker (`--epp-port`) to the selector: listener, metrics and shutdown."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from lean_selector.api.access import WRITE, AccessTokens
+from lean_selector.api.exposition import Families, Sample, labels, table
+from lean_selector.app.gateway_routes import GatewayRoutes
+from lean_selector.app.host import StartError, os_reason
+from lean_selector.app.picker_flags import SelectorServiceConfig
+from lean_selector.app.selector_parts import SelectorCore
+from lean_selector.app.service_flags import TlsFiles
+from lean_selector.core.selection.shapes import PICKER
+from lean_selector.epp.connection import MAX_CONNECTIONS, PickerConnection
+from lean_selector.epp.picking import EVENTS, Addresses, Picker
+from lean_selector.epp.stream import Channel, ExtProcStream
+from lean_selector.gateway.placing import Chooser
+from lean_selector.gateway.route import SHED
+from lean_selector.gateway.upstreams import Rotation
+from lean_selector.http.connections import Connections
+from lean_selector.http.listener import Listener, inet_socket
+from lean_selector.parts import Part
+
+if TYPE_CHECKING:
+    from lean_selector.app.server_tls import ServerTls
+
+log = logging.getLogger("lean_selector.epp")
+
+
+class EndpointPicker(Part):
+    """Serves ext_proc and health checks, until `close`."""
+
+    def __init__(
+        self,
+        core: SelectorCore,
+        config: SelectorServiceConfig,
+        routes: GatewayRoutes,
+        tokens: AccessTokens | None,
+    ) -> None:
+        """Binds the port. Raises StartError."""
+        flags = config.picker
+        assert flags.port is not None
+        assert routes.prompts is not None
+        self._state = core.state
+        self._tokens = tokens
+        rotation = Rotation(config.settings.ejection, time.monotonic())
+        self.chooser = Chooser(core.selector, rotation, SHED, asked_at=PICKER)
+        self._picker = Picker(
+            routes.prompts,
+            self.chooser,
+            rotation,
+            routes.fleet,
+            Addresses(routes.fleet, core.resolve),
+            flags.tenant,
+            flags.fallbacks,
+            flags.max_wait_s,
+            config.queue.headers(tokens, by_name=False),
+        )
+        self._touch_after_s = config.reservations.touch_after_s
+        self._touched_at = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._connections = Connections(loop.call_soon, max_connections=MAX_CONNECTIONS)
+        self._connections.sweep(self._touched_at)
+        self._tls: ServerTls | None = None
+        new_connection: Callable[[], asyncio.Protocol] = self._new_connection
+        try:
+            if flags.tls is not None:
+                self._tls = self._server_tls(flags.tls)
+                new_connection = self._tls.new_connection
+            bound = inet_socket(flags.host, flags.port)
+        except ValueError as error:
+            raise StartError(str(error)) from None
+        except OSError as error:
+            where = f"{flags.host}:{flags.port} (--epp-port)"
+            raise StartError(f"{os_reason(error)}: {where}") from None
+        self._listener = Listener(bound, new_connection, self._connections)
+        self._where = {"host": flags.host, "port": bound.getsockname()[1]}
+
+    def _server_tls(self, files: TlsFiles) -> "ServerTls":
+        from lean_selector.app.server_tls import ServerTls
+
+        return ServerTls(files, self._connections, self._new_connection, "h2", "--epp-tls")
+
+    def _new_connection(self) -> PickerConnection:
+        may_write = None if self._tokens is None else self._may_write
+        return PickerConnection(self._connections, self._new_stream, self._is_ready, may_write)
+
+    def _new_stream(self, channel: Channel, credential: bytes | None) -> ExtProcStream:
+        return ExtProcStream(channel, self._picker, credential)
+
+    def _may_write(self, credential: bytes | None) -> bool:
+        assert self._tokens is not None
+        return self._tokens.role_of(credential) >= WRITE
+
+    def _is_ready(self) -> bool:
+        return not self._state.is_draining and not self._state.is_recovering
+
+    def start(self) -> None:
+        self._listener.start()
+        fields = {**self._where, **({} if self._tls is None else {"tls": "on"})}
+        log.info("listening for gateways", extra=fields)
+
+    def tick(self, now: float) -> None:
+        picker = self._picker
+        picker.rotation.follow(picker.fleet)
+        picker.rotation.ejected = picker.fleet.ejected()
+        picker.addresses.tick(now)
+        self._connections.sweep(now)
+        if self._tls is not None:
+            self._tls.reload(again=False)
+        if now - self._touched_at >= self._touch_after_s:
+            self._touched_at = now
+            for stream in picker.live:
+                stream.touch()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._picker.live
+
+    def close(self) -> None:
+        if self._picker.live:
+            log.warning("streams of gateways were reset", extra={"streams": len(self._picker.live)})
+        self._listener.close()
+        for connection in list(self._connections.open):
+            connection.turn_away("stopping")
+        self._connections.abort()
+        self._picker.addresses.close()
+
+    def families(self) -> Families:
+        picker = self._picker
+
+        def requests() -> Iterator[Sample]:
+            for event in EVENTS:
+                yield labels(event=event), picker.counts[event]
+
+        def refused() -> Iterator[Sample]:
+            for status, count in sorted(picker.refused.items()):
+                yield labels(status=status), count
+
+        return table({
+            "epp_streams": (lambda: len(picker.live), "Requests of gateways in progress."),
+            "epp_events_total": (requests, "What happened to requests of gateways."),
+            "epp_refused_total": (refused,
+                "Requests of gateways that were answered in place of a worker, by status."),
+            "epp_unresolved_workers": (lambda: picker.addresses.unresolved,
+                "Workers that are not offered, because their names do not resolve."),
+        })  # fmt: skip

@@ -1,0 +1,140 @@
+"""The picker of a running selector, asked by grpcio: health, tokens, TLS, and its metrics."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+from lean_selector.epp.connection import EXT_PROC
+from loadtest.child_service import free_port
+from tests.support.certificates import Authority
+from tests.support.prometheus_tools import scrape
+from tests.support.running_service import RunningService
+
+READINESS = b"\n\x09readiness"
+
+
+def raw(data: bytes) -> bytes:
+    return data
+
+
+class Served:
+    def __init__(self, *flags: str) -> None:
+        self.port = free_port()
+        self.selector = RunningService(
+            *("--prompts", "off", "--use-kv-events", "false"),
+            *("--epp-port", str(self.port), "--epp-host", "127.0.0.1"),
+            *flags,
+        )
+
+    def channel(self, authority: bytes | None = None) -> Any:
+        target = f"127.0.0.1:{self.port}"
+        if authority is None:
+            return grpc.insecure_channel(target)
+        return grpc.secure_channel(target, grpc.ssl_channel_credentials(authority))
+
+
+def health(channel: Any) -> bytes:
+    check = channel.unary_unary("/grpc.health.v1.Health/Check", raw, raw)
+    return bytes(check(READINESS, timeout=30))
+
+
+def picked(channel: Any, token: str | None = None) -> Any:
+    """The answer to one request without a subset."""
+    request = pb.ProcessingRequest()
+    request.request_headers.headers.headers.add(key=":path", raw_value=b"/v1/chat/completions")
+    request.protocol_config.request_body_mode = request.protocol_config.response_body_mode = 4
+    body = pb.ProcessingRequest()
+    body.request_body.body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
+    body.request_body.end_of_stream = True
+
+    answered = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield request.SerializeToString()
+        yield body.SerializeToString()
+        answered.wait(60)  # a stream that ends is a client that has left
+
+    call = channel.stream_stream(f"/{EXT_PROC}/Process", raw, raw)
+    metadata = None if token is None else [("authorization", f"Bearer {token}")]
+    try:
+        answer = next(call(requests(), timeout=30, metadata=metadata))
+    finally:
+        answered.set()
+    return pb.ProcessingResponse.FromString(answer)
+
+
+WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:9", "block_size": 16}
+
+
+def test_a_client_of_grpc_is_served_and_counted() -> None:
+    served = Served()
+    with served.selector, served.channel() as channel:
+        assert health(channel) == b"\x08\x01"
+        assert picked(channel).immediate_response.status.code == 503
+        assert served.selector.request("POST", "/workers", WORKER)[0] == 201
+        answer = picked(channel)
+        told = answer.request_headers.response.header_mutation.set_headers
+        assert told[0].header.raw_value == b"127.0.0.1:9"
+        lines = scrape(served.selector.port, None).splitlines()
+        assert 'lean_selector_epp_events_total{event="reserved"} 1' in lines
+        assert 'lean_selector_epp_refused_total{status="503"} 1' in lines
+
+
+def test_a_token_is_needed_and_health_needs_none(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("read reads\nwrite writes\nadmin admins\n")
+    served = Served("--auth-token-file", str(tokens))
+    with served.selector, served.channel() as channel:
+        assert health(channel) == b"\x08\x01"
+        for token in (None, "reads", "unknown"):
+            with pytest.raises(grpc.RpcError) as refused:
+                picked(channel, token)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        for token in ("writes", "admins"):
+            assert picked(channel, token).immediate_response.status.code == 503
+
+
+def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
+    authority = Authority()
+    leaf = authority.issue("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert.write_bytes(b"".join(each.bytes() for each in leaf.cert_chain_pems))
+    key.write_bytes(leaf.private_key_pem.bytes())
+    served = Served("--epp-tls-cert", str(cert), "--epp-tls-key", str(key))
+    with served.selector, served.channel(authority.pem) as channel:
+        assert health(channel) == b"\x08\x01"
+        assert picked(channel).immediate_response.status.code == 503
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--epp-port", "0"], "--prompts"),
+        (["--epp-fallbacks", "1"], "--epp-port"),
+        (["--prompts", "learn"], "--epp-port"),
+        (["--prompts", "off", "--epp-port", "0", "--epp-tls-cert", "x"], "--epp-tls-key"),
+        (["--prompts", "off", "--epp-port", "0", "--epp-tls-cert", "x", "--epp-tls-key", "x"],
+         "--epp-tls-cert"),
+    ],
+)  # fmt: skip
+def test_a_bad_setting_stops_the_start(flags: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "lean_selector", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert said in ended.stderr.splitlines()[-1]
+
+
+def test_without_the_flag_nothing_of_it_is_imported() -> None:
+    code = (
+        "import sys, lean_selector.app.selector_process;"
+        "print([name for name in sys.modules if name.split('.')[0] == 'h2' or '.epp' in name])"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[]\n"
