@@ -1,7 +1,7 @@
 """Findings about a selector, with advice, from answers of the selector's API. Sends no requests."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from lean_selector.api.header_warnings import assumed_without_events, mend_of_incomplete
 from lean_selector.wire.discovery_states import (
@@ -118,16 +118,13 @@ def subject_of(source: KvSource) -> str:
 _NAMED: Final = 4  # ranks listed in a finding
 
 
-class _Use:
+class _Use(NamedTuple):
     """A rank's KV-event or replay endpoint. Ranks with equal `publisher` may share an endpoint."""
 
-    def __init__(
-        self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
-    ) -> None:
-        self.subject = subject
-        self.field = field
-        self.endpoint = endpoint
-        self.publisher = publisher
+    subject: str
+    field: str
+    endpoint: str
+    publisher: tuple[str | int, int, str]
 
 
 def judge_shared_endpoints(

@@ -59,12 +59,6 @@ def page() -> tuple[bytes, bytes]:
 # -- the events ------------------------------------------------------------------------------------
 
 
-class _Listener:
-    def __init__(self, reply: StreamedReply) -> None:
-        self.reply = reply
-        self.is_behind = True  # it missed events, or is new
-
-
 @dataclass(eq=False)
 class Events:
     """Sends changes to all clients of GET /events. Used only on the event loop's thread.
@@ -77,7 +71,8 @@ class Events:
     call_later: Callable[[float, Callable[[], None]], object]
 
     def __post_init__(self) -> None:
-        self._listeners: dict[_Listener, None] = {}
+        # Those who read the stream, and whether each is new or has missed events.
+        self._listeners: dict[StreamedReply, bool] = {}
         self.choices: ChoiceWatch | None = None  # set while a client listens
         self._round: Iterator[None] | None = None
         self._serial = 0  # id of the valid timer; earlier timers are ignored
@@ -92,37 +87,36 @@ class Events:
         if self._is_over or len(self._listeners) >= MOST_LISTENERS:
             raise Unavailable(f"at most {MOST_LISTENERS} clients may listen at a time")
         reply = StreamedReply()
-        listener = _Listener(reply)
-        reply.on_disconnect = lambda: self._leave(listener)
-        self._listeners[listener] = None
+        reply.on_disconnect = lambda: self._leave(reply)
+        self._listeners[reply] = True
         if self.choices is None:
             self.selector.watch = self.choices = ChoiceWatch()
-        self.call_soon(lambda: self._begin(listener))
+        self.call_soon(lambda: self._begin(reply))
         return reply
 
     def close(self) -> None:
         """Ends the streams of all clients, for a shutdown."""
         self._is_over = True
-        for listener in list(self._listeners):
-            self._leave(listener)
-            if listener.reply.begun:
-                listener.reply.finish()
+        for reply in list(self._listeners):
+            self._leave(reply)
+            if reply.begun:
+                reply.finish()
             else:
-                listener.reply.resolve(encode_response(503, b'{"error":"stopping"}'))
+                reply.resolve(encode_response(503, b'{"error":"stopping"}'))
 
-    def _begin(self, listener: _Listener) -> None:
-        if listener not in self._listeners:
+    def _begin(self, reply: StreamedReply) -> None:
+        if reply not in self._listeners:
             return
-        line = listener.reply.begin(closes=True)
-        listener.reply.write(
+        line = reply.begin(closes=True)
+        reply.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncache-control: no-store\r\n%b%b\r\n"
             % (EVENT_STREAM, date_header.line, line)
         )
         if self._round is None:  # otherwise the next round is soon
             self._start()
 
-    def _leave(self, listener: _Listener) -> None:
-        self._listeners.pop(listener, None)
+    def _leave(self, reply: StreamedReply) -> None:
+        self._listeners.pop(reply, None)
         if not self._listeners:
             self.selector.watch = self.choices = self._round = None
             self._serial += 1
@@ -171,14 +165,15 @@ class Events:
         choices = [] if watch is None else list(watch.kept)
         seen = 0 if watch is None else watch.seen
         ranks = {(rank.worker_id, rank.dp_rank): rank for rank in fleet.ranks}
-        for listener in list(self._listeners):
-            reply = listener.reply
+        for reply, is_behind in list(self._listeners.items()):
+            if reply not in self._listeners:
+                continue  # it has left between two steps
             if not reply.begun or reply.is_paused:
-                listener.is_behind = True
+                self._listeners[reply] = True
                 continue
-            if listener.is_behind and not whole:
+            if is_behind and not whole:
                 whole = self._event(fleet, fleet.ranks, [], choices, seen, whole=True)
-            elif not listener.is_behind and not news:
+            elif not is_behind and not news:
                 news = self._event(
                     fleet,
                     [rank for key, rank in ranks.items() if before.get(key) != rank],
@@ -188,8 +183,8 @@ class Events:
                     knows_workers=fleet.workers == told.workers,
                     knows_findings=fleet.findings == told.findings,
                 )
-            reply.write(whole if listener.is_behind else news)
-            listener.is_behind = False
+            reply.write(whole if is_behind else news)
+            self._listeners[reply] = False
             yield
         self._ranks, self._told = ranks, fleet
         self._told_choices = seen

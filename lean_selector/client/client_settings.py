@@ -22,14 +22,8 @@ class Access:
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
     ) -> None:
-        """
-        verify: True for the system's CA certificates, the path of a PEM file with other CA
-            certificates, False for no verification, or an SSLContext.
-        cert: the paths of our certificate and of its key, or the path of one file with both.
-        token: the bearer token, or a function that returns the current token.
-
-        Raises ValueError for a token that is not printable ASCII without blanks.
-        """
+        """The arguments are those of KvRouter. Raises ValueError for a token that is not printable
+        ASCII without blanks."""
         self.verify = verify
         self.cert = cert
         self._token = token
