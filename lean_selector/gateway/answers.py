@@ -56,8 +56,6 @@ class Usage:
 
     Only whole numbers up to `most_tokens` are valid."""
 
-    __slots__ = ("_counts", "_has_output", "_most_tokens")
-
     def __init__(self, most_tokens: int = MOST_TOKENS, has_output: bool = True) -> None:
         """`has_output`: the request has an output, unlike a request for embeddings."""
         self._most_tokens = most_tokens
@@ -124,8 +122,6 @@ _OPENING: Final = b"{["
 
 class _WholeAnswer:
     """Finds the `usage` of an answer that is a JSON object and arrives in pieces."""
-
-    __slots__ = ("_before", "_depth", "_escape", "_in_string", "_is_other", "_usage", "_value")
 
     def __init__(self, usage: Usage) -> None:
         self._usage = usage
@@ -219,12 +215,6 @@ class _Events:
 
     The client gets nothing until the first event is complete, because another worker can be tried
     if that is an error. Comments are passed on at once: they keep the client from giving up."""
-
-    __slots__ = (
-        *("error", "has_token", "is_done"),
-        *("_after_cr", "_drops_usage", "_dropped", "_has_begun", "_is_long", "_is_typed"),
-        *("_pending", "_sent", "_usage"),
-    )
 
     def __init__(self, usage: Usage, drops_usage: bool) -> None:
         """`drops_usage`: the client does not get the event with the usage, so each event is held
@@ -513,8 +503,6 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 class Additions:
     """The fields added to one forwarded request; their effects are removed from its answer."""
-
-    __slots__ = ("_drops_usage", "_fields", "_has_output", "_most_tokens", "_on_ids", "_strips")
 
     def __init__(self, has_output: bool = True, most_tokens: int = MOST_TOKENS) -> None:
         """For the reader of the answer: see `Usage`."""

@@ -48,8 +48,6 @@ class Timing(NamedTuple):
 class _Series:
     """Histograms for one worker, one model and one kind of request."""
 
-    __slots__ = ("duration", "first_token", "input", "output", "per_token", "share")
-
     def __init__(self) -> None:
         self.duration = Histogram(_DURATION_S)
         self.first_token = Histogram(_FIRST_TOKEN_S)
