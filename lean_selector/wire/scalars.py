@@ -37,7 +37,7 @@ def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
 # The result is None for any other text. The caller then lets msgspec report the error, so that
 # errors do not depend on the installed parser.
 
-# A parser keeps some twelve times its longest text in memory, so longer texts are split at commas.
+# A parser keeps some twelve times its longest text in memory, so longer texts get one of their own.
 KEPT_BYTES: Final = 128 * 1024
 _BLANKS: Final = b" \t\r\n"
 _SHORT_BYTES: Final = 256  # reading a shorter list of ids with simdjson takes longer
@@ -45,24 +45,23 @@ _SHORT_BYTES: Final = 256  # reading a shorter list of ids with simdjson takes l
 _decode_integers = msgspec.json.Decoder(list[int]).decode
 
 
-def _simdjson_parse() -> Callable[[bytes], Any] | None:
-    """Return simdjson's JSON parser; None if it is not installed or cannot be used."""
+def _simdjson_parser() -> Callable[[], Any] | None:
+    """Return simdjson's class of parsers; None if it is not installed or cannot be used."""
     try:
-        parse: Callable[[bytes], Any] = import_module("simdjson").Parser().parse
+        parser: Callable[[], Any] = import_module("simdjson").Parser
     except ImportError:
         return None
-    return parse if sys.byteorder == "little" else None  # it packs in machine byte order
+    return parser if sys.byteorder == "little" else None  # it packs in machine byte order
 
 
-_parse = _simdjson_parse()
+_Parser = _simdjson_parser()
+_parse: Callable[[bytes], Any] | None = None if _Parser is None else _Parser().parse
 
 
 def packed_signed(text: bytes) -> bytes | None:
     """Pack a JSON list of signed 64-bit integers, 8 bytes little-endian each. Return None for any
     other text."""
-    if _parse is not None:
-        return packed_with(_parse, text, "i")
-    return packed_by_msgspec(text, "q")
+    return packed_by_msgspec(text, "q") if _parse is None else _packed(text, "i")
 
 
 def packed_u32(text: bytes) -> bytes | None:
@@ -70,7 +69,8 @@ def packed_u32(text: bytes) -> bytes | None:
     other text."""
     if _parse is None or len(text) < _SHORT_BYTES:
         return packed_by_msgspec(text, "I")
-    return packed_with(_parse, text, "u")
+    wide = _packed(text, "u")
+    return None if wide is None else _halved(wide)
 
 
 @functools.lru_cache(maxsize=8192)  # per list length; 8 192 blocks of 16 tokens are 131 072 tokens
@@ -88,50 +88,19 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
         return None
 
 
-def packed_with(
-    parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
-) -> bytes | None:
-    """Pack a list with simdjson: signed integers to 8 bytes, unsigned to 4. None if invalid."""
+def _packed(text: bytes, of_type: Literal["i", "u"]) -> bytes | None:
+    """Pack a list with simdjson, to 8 bytes per integer. None if it is invalid."""
+    assert _parse is not None
+    assert _Parser is not None
     if text[:1] != b"[":  # simdjson accepts a leading byte order mark
         text = text.lstrip(_BLANKS)
     if text[:1] != b"[" or text.rfind(b"[") > 0:  # simdjson flattens nested lists
         return None
     try:
-        if len(text) <= KEPT_BYTES:
-            return _packed_piece(parse, text, of_type)
-        return _packed_pieces(parse, text, of_type)
+        parse = _parse if len(text) <= KEPT_BYTES else _Parser().parse
+        return bytes(parse(text).as_buffer(of_type=of_type))
     except Exception:  # simdjson raises many undocumented kinds
         return None
-
-
-def _packed_piece(
-    parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
-) -> bytes | None:
-    wide = bytes(parse(text).as_buffer(of_type=of_type))
-    return wide if of_type == "i" else _halved(wide)
-
-
-def _packed_pieces(
-    parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
-) -> bytes | None:
-    """Parse and pack a long list in pieces, split at commas. Return None if any piece is
-    invalid."""
-    end = text.rfind(b"]")
-    if end < 0 or text[end + 1 :].strip(_BLANKS):
-        return None
-    packed: list[bytes] = []
-    at = 1
-    while at <= end:
-        comma = text.find(b",", at + KEPT_BYTES, end)
-        stop = end if comma < 0 else comma
-        if stop - at > 2 * KEPT_BYTES:  # only blanks between two commas, or no integer
-            return packed_by_msgspec(text, "q" if of_type == "i" else "I")
-        piece = _packed_piece(parse, b"[%b]" % text[at:stop], of_type)
-        if not piece:  # an empty element, or a number that is too large
-            return None
-        packed.append(piece)
-        at = stop + 1
-    return b"".join(packed)
 
 
 def _halved(wide: bytes) -> bytes | None:
@@ -147,7 +116,6 @@ def _halved(wide: bytes) -> bytes | None:
 
 # -- integers and hashes ---------------------------------------------------------------------------
 
-_LOOKED_AT_TOGETHER = 4096  # hashes checked per step when an invalid one is searched in a long list
 # msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it. `extra_json_schema` is what
 # /openapi.json says of a type besides; it checks nothing.
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
@@ -172,9 +140,6 @@ def unpack_signed(hashes: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(hashes) // 8}q", hashes)
 
 
-_decode_hashes = msgspec.json.Decoder(list[int]).decode
-
-
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     """Pack a JSON list of signed 64-bit integers, 8 bytes each. Raises msgspec.ValidationError,
     which names `field`, for any other text."""
@@ -182,7 +147,7 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     if read is not None:
         return read
     try:
-        hashes = _decode_hashes(raw)
+        hashes = _decode_integers(raw)
     except msgspec.DecodeError as error:
         text, path, rest = str(error).partition(" - at `$")
         raise msgspec.ValidationError(f"{text} - at `$.{field}{rest if path else '`'}") from None
@@ -194,7 +159,7 @@ def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
     try:
         return packer(len(hashes))(*hashes)
     except struct.error:
-        raise _out_of_range(field, hashes, 2**63) from None
+        raise msgspec.ValidationError(f"Expected `int` of 64 bits - at `$.{field}`") from None
 
 
 def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
@@ -202,27 +167,11 @@ def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
     try:
         return packer(len(hashes))(*hashes)
     except struct.error:
-        if _first_beyond(hashes, 2**64) >= 0:
-            raise _out_of_range(field, hashes, 2**64) from None
+        if min(hashes) < -(2**63) or max(hashes) > U64_MAX:
+            text = f"Expected `int` of 64 bits - at `$.{field}`"
+            raise msgspec.ValidationError(text) from None
     # A loop in C, because a comprehension over 8 MiB of small hashes would take a second.
     return struct.pack(f"<{len(hashes)}Q", *map(U64_MAX.__and__, hashes))
-
-
-def _out_of_range(field: str, hashes: Sequence[int], top: int) -> msgspec.ValidationError:
-    at = _first_beyond(hashes, top)
-    kind = "i64" if top == 2**63 else "i64 or u64"
-    return msgspec.ValidationError(
-        f"Expected `int` in the range of {kind}, got {hashes[at]} - at `$.{field}[{at}]`"
-    )
-
-
-def _first_beyond(hashes: Sequence[int], top: int) -> int:
-    """Return the index of the first hash outside of -(2**63) <= hash < top; -1 if there is none."""
-    for start in range(0, len(hashes), _LOOKED_AT_TOGETHER):
-        some = hashes[start : start + _LOOKED_AT_TOGETHER]
-        if min(some) < -(2**63) or max(some) >= top:
-            return start + next(i for i, h in enumerate(some) if not -(2**63) <= h < top)
-    return -1
 
 
 # -- lists of hashes in a body ---------------------------------------------------------------------

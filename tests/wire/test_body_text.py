@@ -91,9 +91,9 @@ def test_a_body_in_messagepack_costs_no_step_for_each_of_its_values(item: bytes)
 def test_hashes_of_either_sign_cost_no_step_for_each() -> None:
     def packed(count: int) -> None:
         hashes_from_integers("f", [-1, 2**64 - 1] * count)
-        with pytest.raises(msgspec.ValidationError, match=r"18446744073709551616 - at `\$.f\["):
+        with pytest.raises(msgspec.ValidationError, match="of 64 bits"):
             hashes_from_integers("f", [1] * count + [2**64])
-        with pytest.raises(msgspec.ValidationError, match=rf"at `\$.f\[{count}\]"):
+        with pytest.raises(msgspec.ValidationError, match=r"at `\$.f`"):
             hashes_from_json("f", msgspec.Raw(json.dumps([1] * count + [2**63, 2**64]).encode()))
 
     for count in (4100, 9 * 4096 + 4):  # what is made once is made, patterns among it

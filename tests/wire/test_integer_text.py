@@ -15,7 +15,6 @@ from lean_selector.wire.scalars import (
     packed_by_msgspec,
     packed_signed,
     packed_u32,
-    packed_with,
 )
 
 I64_MIN, I64_MAX, U64_MAX = -(2**63), 2**63 - 1, 2**64 - 1
@@ -149,24 +148,6 @@ def test_no_integer_is_lost_where_a_text_is_cut(
     width = 8 if read is packed_signed else 4
     found = memoryview(packed).cast("q" if width == 8 else "I").tolist()
     assert found == json.loads(text)
-
-
-def test_a_parser_is_given_texts_of_bounded_length() -> None:
-    """It keeps what its longest text took."""
-    given_lengths: list[int] = []
-
-    class NoList:
-        def as_buffer(self, of_type: str) -> bytes:
-            return bytes(8)
-
-    def parse(text: bytes) -> NoList:
-        given_lengths.append(len(text))
-        return NoList()
-
-    for item in (b"1,", b"1", b" ", b"1 ,", b",", b"1" * 100_000 + b","):
-        packed_with(parse, b"[%b]" % (item * (8_000_000 // len(item))), "i")
-    assert 0 < max(given_lengths) <= 2 * KEPT_BYTES + 2
-    assert len(given_lengths) > 100
 
 
 # -- sets of workers, and what is remembered of them -----------------------------------------------
