@@ -389,7 +389,7 @@ def name_of(event: ReplicaEvent | SessionEvent) -> str:
     if isinstance(event, SessionEvent):
         return (
             f"session {event.session_id!r} of model={event.model_name!r} "
-            f"tenant={event.tenant_id!r} worker={event.worker_id} dp_rank={event.dp_rank} "
+            f"tenant={event.routing_group!r} worker={event.worker_id} dp_rank={event.dp_rank} "
             f"from router {event.writer_id}"
         )
     spec = event.spec

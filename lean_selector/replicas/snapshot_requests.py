@@ -149,7 +149,7 @@ class CatchingUp:
 
         def take(line: bytes) -> None:
             listed = decode_session_line(line)
-            sessions.apply(listed.event, time.monotonic(), listed.idle_s)
+            sessions.apply(listed, time.monotonic(), listed.idle_s)
 
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list

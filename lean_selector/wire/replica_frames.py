@@ -18,10 +18,9 @@ import msgspec
 
 from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.core.sessions.shapes import SessionEvent
+from lean_selector.core.sessions.shapes import U64, SessionEvent
 from lean_selector.wire.messagepack import array_header, count_of
 from lean_selector.wire.replica_shapes import (
-    U64,
     Add,
     AddVariant,
     Duration,
@@ -30,7 +29,6 @@ from lean_selector.wire.replica_shapes import (
     Heartbeat,
     Hint,
     RequestEvent,
-    SessionEnvelope,
 )
 
 TOPIC = b"dynamo.slot-tracker.v1"
@@ -61,7 +59,7 @@ class TooBig(UndecodableFrames):
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
 _decode_hashes = msgspec.msgpack.Decoder(list[U64]).decode
-_decode_session = msgspec.msgpack.Decoder(SessionEnvelope).decode
+_decode_session = msgspec.msgpack.Decoder(SessionEvent).decode
 _decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 
 _MANY_HASHES = 1024
@@ -152,17 +150,7 @@ def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
 
 def encode_session(event: SessionEvent) -> bytes:
     """Return the ZMQ frame, after SESSION_TOPIC, that binds a session to a worker or rank."""
-    return _encode(
-        SessionEnvelope(
-            model_name=event.model_name,
-            routing_group=event.tenant_id,
-            session_id=event.session_id,
-            worker_id=event.worker_id,
-            dp_rank=event.dp_rank,
-            sequence=event.sequence,
-            writer_id=event.writer_id,
-        )
-    )
+    return _encode(event)
 
 
 def decode_session(frames: Sequence[bytes]) -> SessionEvent:
@@ -173,18 +161,9 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
     if len(payload) > MAX_SESSION_BYTES:
         raise TooBig(f"a session of more than {MAX_SESSION_BYTES} bytes")
     try:
-        envelope = _decode_session(payload)
+        return _decode_session(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UndecodableFrames(f"session: {error}") from None
-    return SessionEvent(
-        envelope.model_name,
-        envelope.routing_group,
-        envelope.session_id,
-        envelope.worker_id,
-        envelope.dp_rank,
-        envelope.sequence,
-        envelope.writer_id,
-    )
 
 
 def payload_of(frames: Sequence[bytes]) -> bytes:

@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.sessions.shapes import U64
 from lean_selector.wire.scalars import U32, NonNegative
-
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
 
 
 class Duration(msgspec.Struct, gc=False):
@@ -61,18 +60,6 @@ class Heartbeat(msgspec.Struct, gc=False):
     lean_sequence: U64
 
 
-class SessionEnvelope(msgspec.Struct, gc=False, kw_only=True):
-    """A replica's message that binds a session to a worker or rank. Field order as in Dynamo."""
-
-    model_name: str
-    routing_group: str
-    session_id: str
-    worker_id: U64
-    dp_rank: U32 | None = None
-    sequence: U64
-    writer_id: U64
-
-
 _Age = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
@@ -118,23 +105,6 @@ class KeptLine(msgspec.Struct, gc=False):
 class SessionListHead(msgspec.Struct):
     version: Literal[1]
     sessions: list[msgspec.Raw]
-
-
-class SessionLine(msgspec.Struct, gc=False):
-    """A session that is bound to a worker or rank, in GET /replica_sync/sessions."""
-
-    model_name: str
-    tenant_id: str
-    session_id: str
-    worker_id: NonNegative
-    dp_rank: U32 | None
-    sequence: NonNegative
-    writer_id: NonNegative  # the replica that made the binding
-    idle_s: _Age  # seconds since the session's last reservation at that replica
-
-    def __post_init__(self) -> None:
-        if max(self.worker_id, self.sequence, self.writer_id) > U64_MAX:
-            raise msgspec.ValidationError("Expected a u64")
 
 
 # -- bodies of the routes about replicas -----------------------------------------------------------

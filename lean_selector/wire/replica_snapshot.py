@@ -13,10 +13,9 @@ from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.replication.catch_up import live_reservation
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveReservation
-from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
+from lean_selector.core.sessions.shapes import LiveSession
 from lean_selector.wire.replica_shapes import (
     KeptLine,
-    SessionLine,
     SessionListHead,
     SnapshotHead,
     SnapshotLine,
@@ -33,7 +32,7 @@ class BadSnapshot(ValueError):
 _encode = msgspec.json.Encoder().encode
 _decode_head = msgspec.json.Decoder(SnapshotHead).decode
 _decode_session_head = msgspec.json.Decoder(SessionListHead).decode
-_decode_session_line = msgspec.json.Decoder(SessionLine).decode
+_decode_session_line = msgspec.json.Decoder(LiveSession).decode
 _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 
 
@@ -176,19 +175,7 @@ def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
     yield b'{"version":1,"sessions":['
     end = b"\n"
     for live in sessions:
-        event = live.event
-        yield end + _encode(
-            SessionLine(
-                event.model_name,
-                event.tenant_id,
-                event.session_id,
-                event.worker_id,
-                event.dp_rank,
-                event.sequence,
-                event.writer_id,
-                round(live.idle_s, 3),
-            )
-        )
+        yield end + _encode(live)
         end = b",\n"
     yield b"\n]}"
 
@@ -202,16 +189,6 @@ def split_session_list(text: bytes) -> list[bytes]:
 def decode_session_line(line: bytes) -> LiveSession:
     """Decode one session from GET /replica_sync/sessions. Raises BadSnapshot."""
     try:
-        read = _decode_session_line(line.removesuffix(b","))
+        return _decode_session_line(line.removesuffix(b","))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadSnapshot(str(error)) from None
-    event = SessionEvent(
-        read.model_name,
-        read.tenant_id,
-        read.session_id,
-        read.worker_id,
-        read.dp_rank,
-        read.sequence,
-        read.writer_id,
-    )
-    return LiveSession(event, read.idle_s)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.sessions.table import MAX_SEQUENCE, SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
+from tests.support.reservations import session_event
 
 TTL_S = 10.0
 OURS = 5
@@ -61,7 +62,7 @@ class Sessions(RuleBasedStateMachine):
         return entry
 
     def tell(self, session_id: str, entry: Entry) -> None:
-        self.expected.append(SessionEvent("m", "t", session_id, *entry.target, *entry.version))
+        self.expected.append(session_event("m", "t", session_id, *entry.target, *entry.version))
 
     def new_version(self) -> tuple[int, int]:
         self.next += 1
@@ -120,7 +121,7 @@ class Sessions(RuleBasedStateMachine):
         writer_id: int,
         idle_s: float,
     ) -> None:
-        event = SessionEvent("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
+        event = session_event("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
         verdict = self.table.apply(event, self.now, idle_s)
         if sequence > MAX_SEQUENCE or idle_s >= TTL_S:
             assert verdict in (SessionVerdict.SEQUENCE, SessionVerdict.EXPIRED)
@@ -166,7 +167,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def a_list_for_peers_has_all_that_is_bound(self) -> None:
-        listed = {live.event.session_id: live.idle_s for live in self.table.live(self.now)}
+        listed = {live.session_id: live.idle_s for live in self.table.live(self.now)}
         live = {each: entry for each in SESSIONS if (entry := self.entry(each)) is not None}
         assert listed == {
             each: 0.0 if entry.reservations else self.now - entry.expires_at + TTL_S

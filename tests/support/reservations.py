@@ -1,12 +1,13 @@
 """Bookings, and the records that hold one, from flat arguments: what a test says of a request."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
+from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
 
 Record = TypeVar("Record", ReplicaEvent, LiveReservation)
 
@@ -88,3 +89,12 @@ def changed(record: Record, **fields: object) -> Record:
     own = {name: fields.pop(name) for name in record.__struct_fields__ if name in fields}
     spec = msgspec.structs.replace(record.spec, **fields)
     return msgspec.structs.replace(record, spec=spec, **own)
+
+
+def session_event(*values: Any) -> SessionEvent:
+    """Of all fields in their order."""
+    return SessionEvent(**dict(zip(SessionEvent.__struct_fields__, values, strict=True)))
+
+
+def live_session(event: SessionEvent, idle_s: float) -> LiveSession:
+    return LiveSession(**msgspec.structs.asdict(event), idle_s=idle_s)

@@ -24,12 +24,14 @@ from lean_selector.wire.replica_snapshot import (
     encode_session_list,
     split_session_list,
 )
+from tests.support.reservations import live_session, session_event
 
 VECTORS = json.loads(
     (Path(__file__).parents[1] / "data" / "session_affinity_frames.json").read_text()
 )
+
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-EVENTS = st.builds(SessionEvent, st.text(), st.text(), st.text(), U64, st.none() | U32, U64, U64)
+EVENTS = st.builds(session_event, st.text(), st.text(), st.text(), U64, st.none() | U32, U64, U64)
 
 
 def frames_of(message: dict[str, Any]) -> list[bytes]:
@@ -46,7 +48,7 @@ def published() -> list[dict[str, Any]]:
 
 def as_event(decoded: dict[str, Any]) -> SessionEvent:
     values: list[Any] = [decoded.get(key) for key in VECTORS["envelope_keys_in_order"]]
-    return SessionEvent(*values)
+    return session_event(*values)
 
 
 @pytest.mark.parametrize("message", published())
@@ -90,7 +92,7 @@ def test_what_was_written_is_read_back(event: SessionEvent) -> None:
 
 
 def test_a_message_has_two_frames_of_bounded_size() -> None:
-    event = SessionEvent("m", "t", "s", 1, 0, 5, 9)
+    event = session_event("m", "t", "s", 1, 0, 5, 9)
     payload = encode_session(event)
     for frames in ([SESSION_TOPIC], [SESSION_TOPIC, payload, b""]):
         with pytest.raises(UndecodableFrames, match="frames instead of 2"):
@@ -103,7 +105,7 @@ def test_a_message_has_two_frames_of_bounded_size() -> None:
 
 
 def test_the_list_is_printed_as_documented() -> None:
-    live = LiveSession(SessionEvent("m", "t", "s", 7, None, 5, 9), 1.5)
+    live = live_session(session_event("m", "t", "s", 7, None, 5, 9), 1.5)
     assert b"".join(encode_session_list([live])) == (
         b'{"version":1,"sessions":[\n'
         b'{"model_name":"m","tenant_id":"t","session_id":"s","worker_id":7,"dp_rank":null,'
@@ -111,7 +113,7 @@ def test_the_list_is_printed_as_documented() -> None:
     )
 
 
-LISTED = st.builds(LiveSession, EVENTS, st.floats(0.0, 1e6).map(lambda idle_s: round(idle_s, 3)))
+LISTED = st.builds(live_session, EVENTS, st.floats(0.0, 1e6).map(lambda idle_s: round(idle_s, 3)))
 
 
 @given(st.lists(LISTED, max_size=4))
@@ -135,7 +137,7 @@ def test_what_is_no_list_is_refused(text: bytes) -> None:
     [{"worker_id": -1}, {"sequence": 2**64}, {"session_id": None}, {"idle_s": -1}, {"dp_rank": ""}],
 )
 def test_a_bad_line_is_refused(change: dict[str, object]) -> None:
-    live = LiveSession(SessionEvent("m", "t", "s", 7, 0, 5, 9), 1.5)
+    live = live_session(session_event("m", "t", "s", 7, 0, 5, 9), 1.5)
     (line,) = split_session_list(b"".join(encode_session_list([live])))
     with pytest.raises(BadSnapshot):
         decode_session_line(msgspec.json.encode({**msgspec.json.decode(line), **change}))

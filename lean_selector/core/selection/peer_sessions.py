@@ -26,7 +26,7 @@ class PeerSessions:
     def _apply(self, event: SessionEvent, now: float, idle_s: float) -> SessionVerdict:
         if event.writer_id == self._writer_id:
             return SessionVerdict.OWN
-        key = event.model_name, event.tenant_id
+        key = event.model_name, event.routing_group
         partition = self._catalog.partitions.get(key)
         if partition is None or not partition.established:
             return SessionVerdict.UNKNOWN_PARTITION

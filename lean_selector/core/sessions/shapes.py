@@ -1,8 +1,11 @@
 """Structs for sessions: their bindings to ranks, their reservations, and replicas' events."""
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+
+from lean_selector.core.numbers import U64_MAX
 
 
 class Binding(msgspec.Struct, eq=False, gc=False):
@@ -33,23 +36,32 @@ class SessionReservation(msgspec.Struct, frozen=True, eq=False, gc=False):
     writer_id: int
 
 
-class SessionEvent(msgspec.Struct, frozen=True, gc=False):
-    """A binding in the form that replicas publish."""
+U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
+
+
+class SessionEvent(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A binding as replicas publish it, with the fields and in the order of Dynamo."""
 
     model_name: str
-    tenant_id: str
+    routing_group: str  # the tenant
     session_id: str
-    worker_id: int
-    dp_rank: int | None
-    sequence: int
-    writer_id: int
+    worker_id: U64
+    dp_rank: U32 | None = None
+    sequence: U64
+    writer_id: U64
 
 
-class LiveSession(msgspec.Struct, frozen=True, gc=False):
+class LiveSession(SessionEvent, frozen=True, gc=False, kw_only=True):
     """A binding in a snapshot, which a replica requests to learn the live sessions."""
 
-    event: SessionEvent
-    idle_s: float  # seconds since the session's last reservation ended; 0 while it has one
+    routing_group: str = msgspec.field(name="tenant_id")
+    # seconds since the session's last reservation ended; 0 while it has one
+    idle_s: Annotated[float, msgspec.Meta(ge=0.0)]
+
+    def __post_init__(self) -> None:
+        if max(self.worker_id, self.sequence, self.writer_id) > U64_MAX:
+            raise msgspec.ValidationError("Expected a u64")
 
 
 class SessionVerdict(IntEnum):

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Final
 
+import msgspec
+
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.sessions.shapes import (
     Binding,
@@ -252,7 +254,8 @@ class SessionTable:
                 0.0 if binding.reservations else max(0.0, now - binding.expires_at + self.ttl_s)
             )
             if idle_s < self.ttl_s:
-                yield LiveSession(self._event(session_id, binding), idle_s)
+                fields = msgspec.structs.asdict(self._event(session_id, binding))
+                yield LiveSession(**fields, idle_s=round(idle_s, 3))
 
     def _make_room(self, session_id: str, now: float) -> bool:
         """Make room for a new binding of this session. Return False if the table is full."""
@@ -288,11 +291,11 @@ class SessionTable:
 
     def _event(self, session_id: str, binding: Binding) -> SessionEvent:
         return SessionEvent(
-            self._model_name,
-            self._tenant_id,
-            session_id,
-            binding.worker_id,
-            binding.dp_rank,
-            binding.sequence,
-            binding.writer_id,
+            model_name=self._model_name,
+            routing_group=self._tenant_id,
+            session_id=session_id,
+            worker_id=binding.worker_id,
+            dp_rank=binding.dp_rank,
+            sequence=binding.sequence,
+            writer_id=binding.writer_id,
         )

@@ -17,6 +17,7 @@ from lean_selector.core.sessions.table import SessionTable, SessionTables
 from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import SESSION_TOPIC, UndecodableFrames, decode_session
 from tests.support.driven_selector import DrivenSelector
+from tests.support.reservations import session_event
 
 TTL_S = 10.0
 
@@ -123,7 +124,7 @@ def test_a_booking_on_another_rank_of_the_worker_is_named_so(driven: DrivenSelec
     sessions = sessions_of(driven)
     book(driven, "a", allowed={1})
     driven.register(1, data_parallel_size=2, taints=frozenset({"t"}))
-    sessions.apply(SessionEvent("default", "default", "s", 1, 0, 2**40, 9), driven.now)
+    sessions.apply(session_event("default", "default", "s", 1, 0, 2**40, 9), driven.now)
     pinned = driven.request([], 16, session_id="s", pin=(1, 1))
     pinned.books, pinned.reservation_id = True, "b"
     with pytest.raises(BadRequest, match=r"^session s is bound to DP rank 0, not 1$"):
@@ -224,7 +225,7 @@ def of_peer(
     dp_rank: int = 0,
     writer_id: int = 9,
 ) -> SessionEvent:
-    return SessionEvent(*scope, session_id, worker_id, dp_rank, 5, writer_id)
+    return session_event(*scope, session_id, worker_id, dp_rank, 5, writer_id)
 
 
 def test_what_a_peer_tells_counts_where_its_worker_is_registered(driven: DrivenSelector) -> None:

@@ -13,6 +13,7 @@ from lean_selector.core.sessions.table import (
     check_session_id,
 )
 from lean_selector.core.settings import SessionSettings
+from tests.support.reservations import session_event
 
 TTL_S = 10.0
 OURS, PEER = 7, 9
@@ -46,7 +47,7 @@ def heard(
     sequence: int = 5,
     writer_id: int = PEER,
 ) -> SessionEvent:
-    return SessionEvent("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
+    return session_event("m", "t", session_id, worker_id, dp_rank, sequence, writer_id)
 
 
 # -- bookings --------------------------------------------------------------------------------------
@@ -106,9 +107,9 @@ def test_a_binding_that_ends_while_the_list_is_read_is_not_in_it(table: SessionT
     for name in "abc":
         table.book(f"of {name}", name, 1, 0, 0.0)
     listed = table.live(0.0)
-    assert next(listed).event.session_id == "of a"
+    assert next(listed).session_id == "of a"
     table.refuse("of b")
-    assert [live.event.session_id for live in listed] == ["of c"]
+    assert [live.session_id for live in listed] == ["of c"]
 
 
 # -- bounds ----------------------------------------------------------------------------------------
