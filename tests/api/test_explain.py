@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.asked import prompt as any_prompt
-from tests.support.gates import (
-    InProcess,
-    answer_of,
-    selector,
-)
+from tests.support.gates import InProcess, answer_of, selector
 
 
 def prompt(**fields: object) -> dict[str, object]:

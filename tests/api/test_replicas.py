@@ -1,6 +1,5 @@
 """Replicas as their users see them: what one is told shows on the others, over real sockets."""
 
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,17 +28,6 @@ def ours(*kinds: str) -> Iterator[list[Member]]:
 def shown_everywhere(members: list[Member], loads: Loads) -> None:
     for member in members:
         member.shows(loads)
-
-
-def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> None:
-    with ours("selector", "tracker", "tracker") as members:
-        for spec, ending in itertools.product(members, members):
-            spec.add("r")
-            shown_everywhere(members, [BOOKED, (0, 0)])
-            ending.complete("r")
-            shown_everywhere(members, [(0, 3), (0, 0)])
-            ending.free("r")
-            shown_everywhere(members, IDLE)
 
 
 # -- catch-up --------------------------------------------------------------------------------------

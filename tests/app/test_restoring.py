@@ -8,13 +8,7 @@ import pytest
 
 from lean_selector.app.peer_access import check_worker
 from lean_selector.app.state import OtherService, restore_catalog
-from lean_selector.app.state_files import (
-    CATALOG,
-    RESERVATIONS,
-    StateDirectory,
-    opened,
-    sealed,
-)
+from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, opened, sealed
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.restoring import restore_reservation

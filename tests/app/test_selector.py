@@ -89,11 +89,6 @@ def stop_accepting(service: RunningService) -> None:
     wait_until(lambda: refuses_connections(service), "the service takes no more connections")
 
 
-def pending(service: RunningService) -> int:
-    count: int = service.get("/loads")[1][0]["pending_count"]
-    return count
-
-
 # -- stopping (D14) --------------------------------------------------------------------------------
 
 
@@ -121,27 +116,6 @@ def test_what_is_in_flight_is_answered_and_readiness_is_gone() -> None:
         assert selected.startswith("HTTP/1.1 200 ")
         assert '"worker_id":1' in selected
         assert service.stop()[0] == 0
-
-
-def test_waiting_requests_are_told_that_the_service_stops() -> None:
-    flags = ("--drain-secs", "3600", "--queue-threshold", "1")
-    with RunningService(*flags, env=NO_EVENTS) as service:
-        service.add_worker(max_num_batched_tokens=1)
-        service.book("a")
-        with Connection(service.port) as gone:
-            gone.post("/select", PROMPT)
-            wait_until(lambda: pending(service) == 1, "a request is parked")
-        wait_until(lambda: pending(service) == 0, "who hangs up has left the queue")
-        with Connection(service.port) as waiting, Connection(service.port) as pipelining:
-            waiting.post("/select_and_reserve", PROMPT)
-            for _ in range(2):  # the second stands behind the first, which is parked
-                pipelining.post("/select", PROMPT)
-            wait_until(lambda: pending(service) == 2, "two requests are parked")
-            assert service.stop()[0] == 0
-            for connection, count in ((waiting, 1), (pipelining, 2)):
-                told = connection.read_all()
-                assert told.count("HTTP/1.1 503 ") == count
-                assert told.count('{"error":"endpoint subscriber shutdown"}') == count
 
 
 def test_a_request_that_crosses_the_signal_is_answered(tmp_path: Path) -> None:

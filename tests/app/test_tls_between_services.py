@@ -93,10 +93,7 @@ def test_a_replica_recovers_and_catches_up_with_its_certificate(fleet: Fleet) ->
 
 @pytest.mark.parametrize(
     ("whose", "why"),
-    [
-        ("deceived", "its certificate is not trusted: "),
-        ("without a right token", "status 401: "),
-    ],
+    [("deceived", "its certificate is not trusted: "), ("without a right token", "status 401: ")],
 )
 def test_a_replica_with_a_wrong_certificate_or_authority_gets_nothing(
     fleet: Fleet, whose: str, why: str

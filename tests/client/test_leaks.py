@@ -39,10 +39,7 @@ async def one_call(router: KvRouter, rng: random.Random) -> None:
             await placement.prefill_complete()
         return
     stream: TokenStream = await router.generate(
-        tokens,
-        MODEL,
-        {"max_tokens": rng.randrange(1, 12)},
-        extra_args={"fake": rng.choice(FAKES)},
+        tokens, MODEL, {"max_tokens": rng.randrange(1, 12)}, extra_args={"fake": rng.choice(FAKES)}
     )
     if manner == "some":
         async for _ in stream:

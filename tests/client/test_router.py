@@ -88,12 +88,7 @@ async def test_generate_streams_tokens_and_leaves_no_load(router_of: Kind, fleet
             stream = await router.generate(TOKENS, MODEL, {"max_tokens": 3}, worker_id=1)
             assert fleet.loads()[1, 0] == ONE_REQUEST
             chunks = [chunk async for chunk in stream]
-            assert [chunk.get("token_ids") for chunk in chunks] == [
-                [1000],
-                [1001],
-                [1002],
-                None,
-            ]
+            assert [chunk.get("token_ids") for chunk in chunks] == [[1000], [1001], [1002], None]
             assert [chunk.get("text") for chunk in chunks] == [" t0", " t1", " t2", None]
             assert chunks[2]["finish_reason"] == "length"
             assert chunks[3] == {"usage": {"prompt_tokens": 10, "completion_tokens": 3}}

@@ -2,11 +2,7 @@
 
 import pytest
 
-from lean_selector.core.zmq_endpoints import (
-    check_endpoint,
-    replay_endpoint_for,
-    zmq_key,
-)
+from lean_selector.core.zmq_endpoints import check_endpoint, replay_endpoint_for, zmq_key
 
 EMPTY = "invalid TCP port: cannot parse integer from empty string"
 DIGIT = "invalid TCP port: invalid digit found in string"

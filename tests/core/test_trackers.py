@@ -7,11 +7,7 @@ test_slots_model.py.
 import msgspec
 import pytest
 
-from lean_selector.core.errors import (
-    BadRequest,
-    Conflict,
-    SelectorError,
-)
+from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.trackers import Trackers
@@ -96,6 +92,24 @@ def test_lists_are_sorted_and_filtered_exactly() -> None:
         ("a b", 2),
         ("a b", 10),
     ]
+
+
+@pytest.mark.parametrize("scope_and_id", [("llama", "t1", 8), ("llama", "t2", 7), ("l", "t1", 7)])
+def test_an_unknown_worker_cannot_be_unregistered(scope_and_id: tuple[str, str, int]) -> None:
+    model, tenant, worker_id = scope_and_id
+    with pytest.raises(NotFound) as raised:
+        ready().unregister(*scope_and_id)
+    assert raised.value.message == f"worker {worker_id} not found for model={model} tenant={tenant}"
+
+
+def test_the_last_worker_takes_the_tracker_along_and_frees_its_block_size() -> None:
+    trackers = ready()
+    add(trackers)
+    trackers.unregister(*SCOPE, 7)
+    with pytest.raises(NotFound, match="no slot tracker for model=llama tenant=t1"):
+        trackers.free(*SCOPE, "r", 0.0)
+    trackers.register(row(block_size=32))
+    assert loads(trackers) == [(0, 0), (0, 0)]
 
 
 # -- requests --------------------------------------------------------------------------------------

@@ -8,13 +8,7 @@ import pytest
 import lean_selector
 from lean_selector.cli import main
 from lean_selector.tools.recipes import recipes
-from tests.deploy.recipe_commands import (
-    DEPLOY,
-    IN_CHECKOUT,
-    TEXTS,
-    configured,
-    unit_command,
-)
+from tests.deploy.recipe_commands import DEPLOY, IN_CHECKOUT, TEXTS, configured, unit_command
 
 
 def test_the_command_lists_and_prints_every_file_of_the_checkout(

@@ -9,12 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lean_selector.discovery.discoveries import Discoveries
-from lean_selector.discovery.finders import (
-    DnsFinder,
-    FileFinder,
-    Sighting,
-    SocketAddress,
-)
+from lean_selector.discovery.finders import DnsFinder, FileFinder, Sighting, SocketAddress
 from lean_selector.discovery.particulars import Found, FoundEndpoint, peer_target_of
 from lean_selector.discovery.peer_roster import PeerRoster
 from lean_selector.tasks import supervise
@@ -31,13 +26,7 @@ class Looking:
         self.addresses: list[SocketAddress] | OSError = []
         self.urls: list[str] = []
         self.finder = DnsFinder(
-            self.sighting,
-            "vllm",
-            8000,
-            False,
-            0.001,
-            self._resolve,
-            self._found,
+            self.sighting, "vllm", 8000, False, 0.001, self._resolve, self._found
         )
 
     async def _resolve(self, name: str, port: int) -> list[SocketAddress]:

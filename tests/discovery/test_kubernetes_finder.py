@@ -215,19 +215,13 @@ def test_the_label_of_a_service_tells_the_role_of_its_workers() -> None:
     labelled["metadata"]["labels"] = {"role": "prefill"}
     slices = msgspec.convert([labelled, slice_of("b", ["10.0.0.2"])], list[Slice])
     ready, _ = endpoints_of(slices, None, "role")
-    assert [(each.host, each.role) for each in ready] == [
-        ("10.0.0.1", "prefill"),
-        ("10.0.0.2", ""),
-    ]
+    assert [(each.host, each.role) for each in ready] == [("10.0.0.1", "prefill"), ("10.0.0.2", "")]
     assert {each.role for each in endpoints_of(slices, None, "another")[0]} == {""}
 
 
 def test_the_port_that_is_meant_is_named_or_usual_or_the_first() -> None:
     several = slice_of("a", ["10.0.0.1"], port=1, port_name="metrics")
-    several["ports"] += [
-        {"name": "http", "port": 2},
-        {"name": "replica-sync", "port": 3},
-    ]
+    several["ports"] += [{"name": "http", "port": 2}, {"name": "replica-sync", "port": 3}]
     assert found(several) == ["http://10.0.0.1:2"]
     assert found(several, port="replica-sync") == ["http://10.0.0.1:3"]
     assert found(several, port="1") == ["http://10.0.0.1:1"]

@@ -105,10 +105,7 @@ def test_where_a_worker_is_asked(endpoint: str | None, url: str | None) -> None:
 
 
 def test_a_worker_whose_event_source_is_lost_is_asked_at_once() -> None:
-    with (
-        FakeEngine() as engine,
-        RunningService("--worker-health-interval-secs", "1e9") as service,
-    ):
+    with FakeEngine() as engine, RunningService("--worker-health-interval-secs", "1e9") as service:
         publisher = KvEventPublisher(worker_id=1, kv_block_size=16, endpoint="tcp://127.0.0.1:0")
         worker = {"worker_id": 1, "model_name": "m", "endpoint": engine.url, "block_size": 16}
         worker["kv_events_endpoint"] = publisher.endpoint

@@ -65,11 +65,7 @@ async def fragment(example: str, names: dict[str, Any], **addresses: str) -> dic
 
 
 @pytest.mark.parametrize(
-    ("example", "says"),
-    [
-        (FIRST, " t0 t1 t2"),
-        (AUTOMATIC, "Generated 20 tokens: [1000, "),
-    ],
+    ("example", "says"), [(FIRST, " t0 t1 t2"), (AUTOMATIC, "Generated 20 tokens: [1000, ")]
 )
 def test_scripts(fleet: Fleet, example: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(code(example, _8092=fleet.endpoint), {})

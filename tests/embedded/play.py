@@ -106,8 +106,7 @@ def fixed() -> list[Step]:
         call("create_reservation", {"selection_id": "e3", **explicit, "dp_rank": 5}),
         call("create_reservation", {"selection_id": "e3", **explicit, "worker_id": 9}),
         call(
-            "create_reservation",
-            {"selection_id": "e3", **explicit, "effective_prefill_tokens": 11},
+            "create_reservation", {"selection_id": "e3", **explicit, "effective_prefill_tokens": 11}
         ),
         call("create_reservation", {**explicit}),
         call("create_reservation", {"selection_id": "never"}),

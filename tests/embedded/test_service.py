@@ -43,26 +43,17 @@ Cache = SelectionCacheConfig
         ({"selection_cache": Cache(max_entries=-1)}, ValueError, r"\.max_entries: .* `-1`"),
         ({"selection_cache": Cache(max_bytes=-1)}, ValueError, r"\.max_bytes: .* `-1`"),
         ({"indexer_peers": "http://h"}, TypeError, "^indexer_peers: .* str$"),
-        ({"indexer_peers": 5}, TypeError, "^indexer_peers: .* int$"),
         ({"indexer_peers": ["http://h", 5]}, TypeError, r"^indexer_peers\[1\]: .* int$"),
         (
             {"replica_sync_peers": "tcp://h:1", "replica_sync_port": 9},
             *(TypeError, "^replica_sync_peers: .* str$"),
         ),
         ({"selection_cache": {}}, TypeError, "^selection_cache: .* dict$"),
-        ({"selection_cache": 5}, TypeError, "^selection_cache: .* int$"),
-        ({"indexer_threads": None}, TypeError, "^indexer_threads: .* NoneType$"),
         ({"indexer_threads": "4"}, TypeError, "^indexer_threads: .* str$"),
-        ({"replica_sync_port": "9092"}, TypeError, "^replica_sync_port: .* str$"),
         ({"replica_sync_port": True}, TypeError, "^replica_sync_port: .* bool$"),
-        ({"session_affinity_ttl_secs": "5"}, TypeError, "^session_affinity_ttl_secs: .* str$"),
         (
             {"selection_cache": Cache(ttl_secs="1")},  # type: ignore[arg-type]
             *(TypeError, r"^selection_cache\.ttl_secs: .* str$"),
-        ),
-        (
-            {"selection_cache": Cache(max_bytes=1.5)},  # type: ignore[arg-type]
-            *(TypeError, r"^selection_cache\.max_bytes: .* float$"),
         ),
     ],
 )

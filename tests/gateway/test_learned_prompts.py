@@ -164,20 +164,6 @@ def test_a_model_whose_prompts_do_not_go_on_with_its_answers_is_found_out() -> N
     assert max(errors[4:]) <= 1
 
 
-def test_short_answers_tell_as_well_whether_prompts_go_on_with_them() -> None:
-    """Each ends one block, with other tokens than its text has later."""
-    engine, errors = Engine(), []
-    messages = [said("system", " be brief")]
-    for number in range(12):
-        messages.append(said("user", f" question {number}"))
-        blocks = len(engine.known(messages).hashes) // 8
-        errors.append(blocks - engine.cached_blocks(messages))
-        engine.answer(messages, tokens_of("a") + tokens_of("b c d"))
-        messages.append(said("assistant", "ab c d"))
-    assert 1 in errors[:4]
-    assert errors[6:] == [0] * 6
-
-
 def test_a_long_text_is_known_up_to_where_another_parts_from_it() -> None:
     """Within a message, too: a document before each question."""
     document = " ".join(f"line{n} of it" for n in range(2_000))

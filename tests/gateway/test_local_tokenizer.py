@@ -152,11 +152,7 @@ async def test_the_door_has_the_blocks_without_asking_an_engine(prompts: Prompts
 @pytest.mark.parametrize(
     ("fields", "why", "message"),
     [
-        (
-            {"messages": MESSAGES, "chat_template": "x"},
-            Why.REFUSED,
-            "own chat template",
-        ),
+        ({"messages": MESSAGES, "chat_template": "x"}, Why.REFUSED, "own chat template"),
         (
             {"messages": MESSAGES, "continue_final_message": True},
             Why.REFUSED,

@@ -110,10 +110,7 @@ def test_a_request_within_a_body_stays_there(coding: str) -> None:
     for length in LENGTHS:
         for version in (b"1.1", b"1.0"):
             head = b"POST /a HTTP/%b\r\nhost: x\r\n" % version
-            for fields in (
-                LENGTHS[length] + CODINGS[coding],
-                CODINGS[coding] + LENGTHS[length],
-            ):
+            for fields in (LENGTHS[length] + CODINGS[coding], CODINGS[coding] + LENGTHS[length]):
                 stream = head + fields + b"\r\n" + BODY
                 taken = check(stream, [len(head), len(stream) - len(SMUGGLED)])
                 if not framed(stream):

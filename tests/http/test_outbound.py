@@ -21,15 +21,7 @@ from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.links.names import Resolver
 from tests.support.certificates import HOST, Authority, Files
 from tests.support.on_loop import DEADLINE_S, on_loop, until
-from tests.support.outbound_server import (
-    CHUNKED,
-    chunk,
-    client,
-    hangs,
-    response,
-    says,
-    serving,
-)
+from tests.support.outbound_server import CHUNKED, chunk, client, hangs, response, says, serving
 from tests.support.running_service import free_port
 
 OURS, STRANGERS = Authority(), Authority()

@@ -18,16 +18,7 @@ import pytest
 from lean_selector.http import listener as listener_module
 from lean_selector.http.listener import ACCEPTS_PER_TURN, UnixPath
 from lean_selector.http.response import encode_response
-from tests.http.live_server import (
-    GET,
-    MIB,
-    Opened,
-    Server,
-    answer,
-    on_tcp,
-    served,
-    served_over_tls,
-)
+from tests.http.live_server import GET, MIB, Opened, Server, answer, on_tcp, served, served_over_tls
 from tests.support.on_loop import on_loop, until
 
 POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"
@@ -90,25 +81,6 @@ async def test_a_client_that_is_still_sending_can_read_why_it_was_refused(opened
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-@on_tcp
-async def test_a_hang_up_while_waiting_is_noticed(server: Server, how: str) -> None:
-    _, writer = await server.connect()
-    writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
-    parked = await server.parked.get()
-    assert not server.hung_up.is_set()
-    if how == "close":
-        writer.close()
-    elif how == "reset":
-        writer.transport.abort()
-    else:
-        writer.write_eof()
-    await server.hung_up.wait()
-    parked.resolve(encode_response(200, b"nobody reads this"))
-    await until(lambda: not server.connections.open)
-    assert server.handled == 1
-
-
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
 @pytest.mark.parametrize("sent", [b"", GET * 1_000], ids=["reading", "not reading"])
 @on_tcp
 async def test_a_hang_up_can_be_asked_for_before_it_is_read(
@@ -132,22 +104,6 @@ async def test_a_hang_up_can_be_asked_for_before_it_is_read(
         assert not parked.has_client()
         await server.hung_up.wait()
         await until(lambda: not server.connections.open)
-
-
-@either
-@on_loop
-async def test_a_client_that_does_not_read_holds_back_its_own_requests_only(opened: Opens) -> None:
-    async with opened() as server:
-        reader, writer = await server.connect()
-        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
-        await until(lambda: server.handled > 0)
-        other_reader, other_writer = await server.connect()
-        for _ in range(100):
-            other_writer.write(GET)
-            await answer(other_reader)
-        assert server.handled - 100 < 10, "answers of 8 MiB each must not pile up"
-        for _ in range(20):
-            assert len((await answer(reader))[2]) == 8 * MIB
 
 
 @on_tcp
@@ -213,10 +169,7 @@ async def test_who_connected_before_the_listener_closes_is_answered(
     path = str(tmp_path / "s")
     await server.listen(path)
     clients = []
-    for family, address in (
-        (socket.AF_INET, ("127.0.0.1", server.port)),
-        (socket.AF_UNIX, path),
-    ):
+    for family, address in ((socket.AF_INET, ("127.0.0.1", server.port)), (socket.AF_UNIX, path)):
         for _ in range(3 * ACCEPTS_PER_TURN):
             client = socket.socket(family)
             client.connect(address)  # the kernel's doing: the loop has no turn meanwhile
@@ -278,9 +231,7 @@ async def test_want_of_descriptors_is_logged_once_counted_and_waited_for(
 # The path of a UNIX socket.
 
 
-def test_a_path_belongs_to_its_successor_once_it_has_taken_it_even_by_force(
-    tmp_path: Path,
-) -> None:
+def test_a_path_belongs_to_its_successor_once_it_has_taken_it_even_by_force(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     first, second = UnixPath(path), UnixPath(path)
     for takes_over in (first.let_go, lambda: os.unlink(path)):

@@ -280,11 +280,7 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.reference
 @pytest.mark.parametrize(
-    ("module", "flag"),
-    [
-        ("select_service", "--indexer-peers"),
-        ("indexer", "--peers"),
-    ],
+    ("module", "flag"), [("select_service", "--indexer-peers"), ("indexer", "--peers")]
 )
 def test_the_reference_recovers_what_we_dump(
     python: Path, module: str, flag: str, told: Selector, engines: Engines

@@ -9,13 +9,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from lean_selector.links.curve_keys import (
-    BadKeys,
-    CurveGate,
-    give_keys,
-    public_keys,
-    read_pair,
-)
+from lean_selector.links.curve_keys import BadKeys, CurveGate, give_keys, public_keys, read_pair
 from tests.support.key_files import KeyFiles, new_pair
 
 PAIR = new_pair()

@@ -195,10 +195,7 @@ async def test_a_listener_that_appears_is_heard_without_waiting_for_an_attempt_o
         endpoint = endpoint_of(pub)
     async with Heard(endpoint) as heard:
         await until(lambda: heard.link.retries >= 5)
-        assert (heard.link.state, heard.link.error) == (
-            LinkState.RETRYING,
-            "Connection refused",
-        )
+        assert (heard.link.state, heard.link.error) == (LinkState.RETRYING, "Connection refused")
         trying = heard.link._socket
         assert trying is not None
         assert int(trying.getsockopt(zmq.RECONNECT_IVL)) <= 100
@@ -578,9 +575,7 @@ async def test_a_link_that_is_closed_before_its_turn_is_never_opened() -> None:
 
 
 @on_loop
-async def test_reading_is_put_off_when_a_turn_is_used_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_reading_is_put_off_when_a_turn_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links_module, "READ_SLICE_S", 0.0)  # each read is one too many
     async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
         await pub.recv()

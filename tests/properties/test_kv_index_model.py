@@ -336,9 +336,7 @@ def test_what_a_rank_held_before_it_came_back_is_not_taken_for_what_it_holds(
 
 
 def run_against_model(
-    operations: list[tuple[Any, ...]],
-    pace: int,
-    new_names: Callable[[], EngineHashes],
+    operations: list[tuple[Any, ...]], pace: int, new_names: Callable[[], EngineHashes]
 ) -> None:
     index = KvIndex(16, new_names=new_names)
     models = {key: RankModel() for key in RANKS}

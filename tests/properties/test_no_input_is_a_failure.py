@@ -216,9 +216,7 @@ PATHS = [
 ]
 PIECES = b"model_name= & tenant_id=a routing_group=b % %ff + = ;".split()
 queries = st.one_of(
-    st.none(),
-    st.binary(max_size=20),
-    st.lists(st.sampled_from(PIECES), max_size=6).map(b"".join),
+    st.none(), st.binary(max_size=20), st.lists(st.sampled_from(PIECES), max_size=6).map(b"".join)
 )
 
 

@@ -17,12 +17,7 @@ from lean_selector.core.index import kv_dump
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.out_of_turn import Delivery, Turn
-from lean_selector.core.index.shapes import (
-    Event,
-    EventBatch,
-    Tier,
-    Watermark,
-)
+from lean_selector.core.index.shapes import Event, EventBatch, Tier, Watermark
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.replicas.recovery import Recovery
 from lean_selector.wire import dump as dumps

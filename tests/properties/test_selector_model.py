@@ -178,12 +178,7 @@ class SelectorMachine(RuleBasedStateMachine):
         if possible:
             self.requests[name] = ModelRequest(key, rank, hashes, prefill)
 
-    @rule(
-        name=request_ids,
-        key=keys,
-        hashes=prompts,
-        allowed=st.none() | st.frozensets(worker_ids),
-    )
+    @rule(name=request_ids, key=keys, hashes=prompts, allowed=st.none() | st.frozensets(worker_ids))
     def select_and_reserve(
         self, name: str, key: Key, hashes: list[int], allowed: frozenset[int] | None
     ) -> None:

@@ -128,12 +128,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         router_id=st.sampled_from([None, None, 77]),
     )
     def book(
-        self,
-        request_id: str,
-        key: RankKey,
-        prompt: Position,
-        tokens: int,
-        router_id: int | None,
+        self, request_id: str, key: RankKey, prompt: Position, tokens: int, router_id: int | None
     ) -> None:
         def call() -> Reservation:
             booked = self.slots, request_id, *key, pack(prompt), tokens, self.now

@@ -107,8 +107,7 @@ async def test_a_burst_leaves_the_loop_its_turns(made: Mesh) -> None:
 
 @in_mesh
 async def test_frames_that_are_no_events_are_counted_and_nothing_else(
-    made: Mesh,
-    caplog: pytest.LogCaptureFixture,
+    made: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     b, stranger = made.replica_that_knows_a_stranger()
     good = encode_event(EVENT)
@@ -119,12 +118,7 @@ async def test_frames_that_are_no_events_are_counted_and_nothing_else(
         return bool(b.heard)
 
     await until(heard)
-    for frames in (
-        [TOPIC],
-        [TOPIC, b"nonsense"],
-        [TOPIC + b".1", good],
-        [TOPIC, good, b""],
-    ):
+    for frames in ([TOPIC], [TOPIC, b"nonsense"], [TOPIC + b".1", good], [TOPIC, good, b""]):
         await stranger.send_multipart(frames)
     await until(lambda: b.sync.undecodable == 4)
     assert b.sync.received == 4 + len(b.heard)
@@ -136,8 +130,7 @@ async def test_frames_that_are_no_events_are_counted_and_nothing_else(
 
 @in_mesh
 async def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
-    made: Mesh,
-    caplog: pytest.LogCaptureFixture,
+    made: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = await made.pair()
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(a.sync._pub.socket.underlying)
@@ -161,8 +154,7 @@ async def test_what_is_too_big_is_refused_on_either_side_and_counted_apart(
 
 @in_mesh
 async def test_a_fault_of_the_listener_does_not_end_the_listening(
-    made: Mesh,
-    caplog: pytest.LogCaptureFixture,
+    made: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = await made.pair()
     hear, b.sync._on_event = b.sync._on_event, lambda event, now: Verdict(99)
@@ -287,8 +279,7 @@ async def test_nothing_is_heard_of_a_peer_after_it_was_deregistered(made: Mesh) 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 @in_mesh
 async def test_the_state_of_a_connection_is_followed_through_a_restart_of_the_peer(
-    made: Mesh,
-    host: str,
+    made: Mesh, host: str
 ) -> None:
     port = free_port()
     endpoint = f"tcp://{host}:{port}"
@@ -391,8 +382,7 @@ async def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
 
 @in_mesh
 async def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
-    made: Mesh,
-    monkeypatch: pytest.MonkeyPatch,
+    made: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lean_selector.replicas.mesh.MAX_TURN_S", 0.0)  # it is over at once
     sync = made.replica().sync

@@ -201,8 +201,7 @@ async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
 
 @inside(service)
 async def test_without_a_usable_peer_the_index_stays_empty(
-    of: Service,
-    caplog: pytest.LogCaptureFixture,
+    of: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     dead = f"http://127.0.0.1:{free_port()}"
     assert not await of.recovery(dead, "http://127.0.0.1:bad", "http://").run()
@@ -464,11 +463,7 @@ async def test_a_recovery_that_takes_long_does_not_keep_workers_from_being_heard
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "MAX_HOLD_S", 0.0)
-    async with (
-        peer_that(hangs) as (peer, asked),
-        service() as of,
-        Engine(SERVED) as engine,
-    ):
+    async with peer_that(hangs) as (peer, asked), service() as of, Engine(SERVED) as engine:
         await engine.store(0)
         recovering = asyncio.ensure_future(of.recovery(peer, timeout_s=LONG_S).run())
         await until(lambda: asked, "the peer is asked")
@@ -629,8 +624,7 @@ def test_while_it_recovers_the_service_is_up_and_says_so() -> None:
 
 @inside(service)
 async def test_blocks_of_workers_that_never_register_are_forgotten_after_a_while(
-    of: Service,
-    caplog: pytest.LogCaptureFixture,
+    of: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     marks = {"1:0": 5, "8:0": 6, "9:0": 7}

@@ -45,9 +45,7 @@ class FakeEngine:
         self._closed = threading.Event()
         self.events_port = free_port()
         self.publisher = KvEventPublisher(
-            kv_block_size=block_size,
-            endpoint=f"tcp://127.0.0.1:{self.events_port}",
-            **publisher,
+            kv_block_size=block_size, endpoint=f"tcp://127.0.0.1:{self.events_port}", **publisher
         )
         # Once closed it answers nothing more: no connection is kept.
         self._server = ThreadedServer(self._respond, context=context, keeps=False)

@@ -37,11 +37,7 @@ def slice_of(
     return {
         "kind": "EndpointSlice",
         "apiVersion": "discovery.k8s.io/v1",
-        "metadata": {
-            "name": name,
-            "namespace": NAMESPACE,
-            "labels": {SERVICE_LABEL: service},
-        },
+        "metadata": {"name": name, "namespace": NAMESPACE, "labels": {SERVICE_LABEL: service}},
         "addressType": family,
         "endpoints": [
             {

@@ -153,8 +153,7 @@ def test_endpoints_of_two_workers_that_are_exchanged_are_named(
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
-    [({"is_eagle": True}, "single tokens"), ({"block_size": 32}, "skipped")],
+    ("wrong", "words"), [({"is_eagle": True}, "single tokens"), ({"block_size": 32}, "skipped")]
 )
 def test_a_probe_names_the_field_that_is_wrong(
     selector: RunningService, wrong: dict[str, object], words: str
@@ -179,11 +178,7 @@ def test_wrong_ports_are_recognised_by_what_listens_there(selector: RunningServi
         )
         register(selector, swapped, replay_endpoint=swapped.publisher.endpoint, block_size=32)
         register(
-            selector,
-            bound,
-            kv_events_endpoint="tcp://*:5557",
-            replay_endpoint=None,
-            block_size=32,
+            selector, bound, kv_events_endpoint="tcp://*:5557", replay_endpoint=None, block_size=32
         )
         found = findings(selector, status=1, patience_s=2.0)
         [error] = what(found, "error", "worker 1")

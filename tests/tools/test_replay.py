@@ -172,10 +172,7 @@ def test_constraints_of_requests_hold_when_they_are_played_again(tmp_path: Path)
     ],
 )
 def test_a_bad_line_is_refused_by_its_number_and_field(
-    changes: dict[str, object],
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "log"
     path.write_bytes(HEADER % b"{}" + json.dumps({**LINE, **changes}).encode() + b"\n")

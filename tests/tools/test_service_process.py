@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools import service_process
-from lean_selector.tools.service_process import (
-    HttpClient,
-    ServiceError,
-    running_service,
-)
+from lean_selector.tools.service_process import HttpClient, ServiceError, running_service
 from tests.support.on_loop import on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
 

@@ -10,10 +10,7 @@ from msgspec import Raw
 
 from lean_selector.core.index.shapes import StoredRun, Tier, Watermark
 from lean_selector.wire.dump import BadEvent, NotADump, decode_event, encode_dump, split_dump
-from lean_selector.wire.dump_shapes import (
-    DumpedPartition,
-    PartitionDump,
-)
+from lean_selector.wire.dump_shapes import DumpedPartition, PartitionDump
 
 SAMPLES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data" / "dump_samples.json").read_text()

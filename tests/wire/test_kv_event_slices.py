@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
-from lean_selector.core.index.shapes import (
-    BlockRemoved,
-    EventBatch,
-    EventPart,
-    StoredRun,
-    Tier,
-)
+from lean_selector.core.index.shapes import BlockRemoved, EventBatch, EventPart, StoredRun, Tier
 from lean_selector.wire import kv_events
 from lean_selector.wire.kv_event_records import PART_BLOCKS
 from lean_selector.wire.kv_event_shapes import SLICE_EVENTS

@@ -389,10 +389,7 @@ INFOS = [{"mm_objects": [{"mm_hash": 9, "offsets": []}]}]
             {**STORED, "group_idx": 2, "kv_cache_spec_kind": "mamba"},
             {"group_idx": 2, "kind": "mamba"},
         ),
-        (
-            [*ARRAY, None, "GPU", None, None, 2, "mamba", 64],
-            {"group_idx": 2, "kind": "mamba"},
-        ),
+        ([*ARRAY, None, "GPU", None, None, 2, "mamba", 64], {"group_idx": 2, "kind": "mamba"}),
     ],
     ids=repr,
 )

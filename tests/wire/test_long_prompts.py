@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from lean_selector.api.bodies import MSGPACK, BadBody, body_reader
 from lean_selector.core.errors import BadRequest
-from lean_selector.wire.body_text import (
-    LONG_PROMPT_BYTES,
-    long_binary_reader,
-    long_json_reader,
-)
+from lean_selector.wire.body_text import LONG_PROMPT_BYTES, long_binary_reader, long_json_reader
 from lean_selector.wire.prompt_forms import binary_form, prompt_to_select
 from lean_selector.wire.selection_bodies import PromptFields
 from tests.support.gates import request

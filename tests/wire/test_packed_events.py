@@ -10,11 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lean_selector.core.index.shapes import (
-    BlockRemoved,
-    BlockStored,
-    EventPart,
-)
+from lean_selector.core.index.shapes import BlockRemoved, BlockStored, EventPart
 from lean_selector.wire.kv_event_records import PART_BLOCKS
 from lean_selector.wire.kv_events import NotABatch
 from lean_selector.wire.packed_events import packed_batch

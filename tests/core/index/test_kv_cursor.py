@@ -15,12 +15,7 @@ from typing import Literal
 import pytest
 
 from lean_selector.core.index import kv_cursor
-from lean_selector.core.index.kv_cursor import (
-    UNSET_SEQ,
-    BatchVerdict,
-    KvCursor,
-    SourceState,
-)
+from lean_selector.core.index.kv_cursor import UNSET_SEQ, BatchVerdict, KvCursor, SourceState
 from lean_selector.core.index.out_of_turn import Turn
 
 VERDICTS = {verdict.name[0]: verdict for verdict in BatchVerdict}

@@ -13,13 +13,7 @@ from lean_selector.core.index import out_of_turn
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.out_of_turn import Delivery, Turn
-from lean_selector.core.index.shapes import (
-    AllBlocksCleared,
-    Event,
-    EventBatch,
-    EventPart,
-    Tier,
-)
+from lean_selector.core.index.shapes import AllBlocksCleared, Event, EventBatch, EventPart, Tier
 from tests.support.kv_records import removed_blocks, stored_blocks
 
 CPU = Tier.HOST_PINNED

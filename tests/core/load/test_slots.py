@@ -56,7 +56,7 @@ def test_backdated_copies_stand_and_expire_among_the_others_by_when_they_were_he
     slots.touch("touched", 70.0)
     slots.free("ended", 70.0)
     assert [each.request_id for each in slots.by_touch()] == [
-        *("touched", "copy", "young", "mine", "middle", "old"),
+        *("touched", "copy", "young", "mine", "middle", "old")
     ]
     assert slots.live_counts() == (1, 5)
     expired = slots.expire(100.0, 35.0, 45.0, 3)

@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.core.load.shapes import ReservationSpec
-from lean_selector.core.replication.events import (
-    EARLY_MEMORY_S,
-    MAX_EARLY,
-    ReplicaEvents,
-    Verdict,
-)
+from lean_selector.core.replication.events import EARLY_MEMORY_S, MAX_EARLY, ReplicaEvents, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from tests.support.one_partition import (
     ADD,
@@ -53,12 +48,7 @@ def test_an_event_that_does_not_fit_changes_nothing_but_is_counted(
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"track_prefill_tokens": False},
-        {"prefill_tokens": None},
-        {"prefill_tokens": 0},
-    ],
+    "fields", [{"track_prefill_tokens": False}, {"prefill_tokens": None}, {"prefill_tokens": 0}]
 )
 def test_tokens_count_only_when_they_are_tracked_and_given(fields: dict[str, object]) -> None:
     here = Replica()
@@ -132,13 +122,7 @@ def test_early_events_are_forgotten_after_a_while() -> None:
     assert here.load() == (48, 3, 1)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        changed(ADD, request_id="s"),
-        changed(ADD, dp_rank=1),
-    ],
-)
+@pytest.mark.parametrize("other", [changed(ADD, request_id="s"), changed(ADD, dp_rank=1)])
 def test_an_early_end_speaks_only_of_its_request_and_worker(other: ReplicaEvent) -> None:
     here = Replica()
     here.hear(FREE)

@@ -79,10 +79,7 @@ def test_what_a_call_does_is_told_wherever_the_request_was_admitted(request_id: 
 
 @pytest.mark.parametrize(
     "end",
-    [
-        lambda books: books.ledger.drop_rank(7, 0),
-        lambda books: books.expire(10_000.0),
-    ],
+    [lambda books: books.ledger.drop_rank(7, 0), lambda books: books.expire(10_000.0)],
     ids=["its rank goes", "it expires"],
 )
 def test_what_ends_without_a_call_is_told_only_of_what_was_admitted_here(

@@ -65,9 +65,7 @@ def test_an_item_of_another_queue_is_not_taken_for_ones_own() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 100_000)), max_size=30))
-def test_the_least_work_goes_first_and_nobody_starves(
-    arrivals: list[tuple[float, int]],
-) -> None:
+def test_the_least_work_goes_first_and_nobody_starves(arrivals: list[tuple[float, int]]) -> None:
     """However many come: a request is passed only by those that have less to compute, and came so
     soon after it that its own work, at the rate of aging, takes longer."""
     queue = Queue(policy="least-work")

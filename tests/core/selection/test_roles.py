@@ -71,13 +71,7 @@ def test_of_roles_that_nobody_has_the_catalog_tells() -> None:
     for worker_id, role in ((1, "both"), (1, "prefill"), (2, "decode"), (1, "decode"), (3, "both")):
         driven.register(worker_id, worker_role=role)
         seen.append((catalog.can_serve(), catalog.missing_roles()))
-    assert seen == [
-        (True, []),
-        (False, ["decode"]),
-        (True, []),
-        (True, ["prefill"]),
-        (True, []),
-    ]
+    assert seen == [(True, []), (False, ["decode"]), (True, []), (True, ["prefill"]), (True, [])]
 
 
 def test_pairs_are_asked_for_where_roles_are_apart() -> None:
