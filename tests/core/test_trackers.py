@@ -7,8 +7,13 @@ test_slots_model.py.
 import msgspec
 import pytest
 
-from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError
-from lean_selector.core.load.shapes import WorkerRow
+from lean_selector.core.errors import (
+    BadRequest,
+    Conflict,
+    NotFound,
+    SelectorError,
+)
+from lean_selector.core.load.shapes import LoadRow, WorkerRow
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.trackers import Trackers
 from tests.support.driven_selector import pack
@@ -73,6 +78,26 @@ def test_a_registration_that_cannot_be_is_refused_and_changes_nothing(
     assert trackers.loads(None, None) == before
 
 
+def test_a_refused_registration_makes_no_tracker() -> None:
+    trackers = Trackers()
+    with pytest.raises(BadRequest):
+        trackers.register(row(dp_size=0))
+    assert trackers.lookup(*SCOPE) is None
+
+
+def test_the_largest_ranges_are_accepted() -> None:
+    trackers = Trackers()
+    trackers.register(row(dp_size=MAX_RANKS))
+    trackers.register(row(worker_id=8, dp_start=2**32 - 2, dp_size=1))
+    assert len(trackers.loads(None, None)) == MAX_RANKS + 1
+
+
+def test_the_same_worker_id_may_be_in_two_scopes_with_two_block_sizes() -> None:
+    trackers = ready()
+    trackers.register(row(tenant_id="t2", block_size=32))
+    assert [worker.block_size for worker in trackers.workers()] == [16, 32]
+
+
 def test_lists_are_sorted_and_filtered_exactly() -> None:
     trackers = Trackers()
     rows = [
@@ -100,6 +125,18 @@ def test_an_unknown_worker_cannot_be_unregistered(scope_and_id: tuple[str, str, 
     with pytest.raises(NotFound) as raised:
         ready().unregister(*scope_and_id)
     assert raised.value.message == f"worker {worker_id} not found for model={model} tenant={tenant}"
+
+
+def test_unregistering_a_worker_forgets_its_requests_and_no_others() -> None:
+    trackers = ready()
+    trackers.register(row(worker_id=8, dp_size=1))
+    add(trackers, "on 7")
+    trackers.add(*SCOPE, "on 8", 8, 0, PROMPT, 48, 0.0)
+    trackers.unregister(*SCOPE, 7)
+    with pytest.raises(NotFound, match="Request on 7 not found"):
+        trackers.prefill_complete(*SCOPE, "on 7", 0.0)
+    trackers.add(*SCOPE, "on 7", 8, 0, PROMPT, 0, 0.0)
+    assert trackers.loads(None, None) == [LoadRow("llama", "t1", 8, 0, 48, 3)]
 
 
 def test_the_last_worker_takes_the_tracker_along_and_frees_its_block_size() -> None:

@@ -18,7 +18,7 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
-from tests.support.driven_selector import DrivenSelector, pack
+from tests.support.driven_selector import DrivenSelector, pack, prompt_of
 from tests.support.reservations import book
 
 RANK = "WorkerWithDpRank { worker_id: 1, dp_rank: 0 }"
@@ -386,7 +386,9 @@ def test_a_call_acts_on_the_local_booking_alone(two_models: DrivenSelector) -> N
     assert two_models.loads()["m", "default"] == {(2, 0): (5, 0, 1)}
 
 
-def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(two_models: DrivenSelector) -> None:
+def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
+    two_models: DrivenSelector,
+) -> None:
     copy(two_models, "r", ("default", "default"), (1, 0))
     copy(two_models, "r", ("m", "default"), (2, 0))
     two_models.selector.reservations.prefill_complete("r", 0.0)
@@ -401,6 +403,33 @@ def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(two_models: Driv
 
 
 # -- /reservations ---------------------------------------------------------------------------------
+
+
+def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> None:
+    partition = two_models.partition
+    two_models.reserve("live")
+
+    def refusal(worker_id: int, dp_rank: int, prefill: int) -> tuple[int, str]:
+        with pytest.raises(SelectorError) as caught:
+            two_models.selector.reservations.reserve(
+                partition, "live", worker_id, dp_rank, prompt_of([], 16), prefill, 0.0
+            )
+        return caught.value.status, caught.value.message
+
+    assert refusal(9, 9, 17) == (
+        400,
+        "effective_prefill_tokens (17) must not exceed isl_tokens (16)",
+    )
+    assert refusal(9, 9, 16) == (
+        404,
+        "schedulable worker 9 not found for model=default tenant=default",
+    )
+    assert refusal(1, 9, 16) == (
+        404,
+        "Worker WorkerWithDpRank { worker_id: 1, dp_rank: 9 } not found",
+    )
+    assert refusal(1, 0, 16) == (409, f"Request live already exists (assigned to worker {RANK})")
+    assert two_models.loads()["default", "default"] == {(1, 0): (16, 0, 1)}  # D5: no ghost rank
 
 
 @pytest.mark.parametrize(
@@ -421,6 +450,20 @@ def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked
 
 
 # -- inspection ------------------------------------------------------------------------------------
+
+
+def test_potential_loads_add_the_prompt_to_every_rank() -> None:
+    driven = DrivenSelector()
+    driven.register(1, data_parallel_size=2)
+    driven.reserve("r", (1, 0), hashes=[1, 2], prefill=7)
+    driven.partition.index.store(1, 1, Tier.DEVICE, None, [91], pack([1]))
+    prompt = prompt_of([1, 2, 3], 12)
+    for track, tokens in ((True, (7 + 12, 12 - 4)), (False, (7, 0))):
+        terms = msgspec.structs.replace(driven.selector.terms, track_prefill=track)
+        rows = inspection.potential_loads(driven.partition, prompt, terms)
+        assert [
+            (row.dp_rank, row.potential_prefill_tokens, row.potential_decode_blocks) for row in rows
+        ] == [(0, tokens[0], 2 + 3 - 2), (1, tokens[1], 3)]
 
 
 def test_overlap_scores_show_every_tier_and_the_credit() -> None:
