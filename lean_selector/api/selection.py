@@ -33,6 +33,7 @@ from lean_selector.core.selection.cost import base_terms, overridden
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.reservations import check_own_id
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
@@ -46,6 +47,7 @@ from lean_selector.core.selection.shapes import (
     PartitionKey,
     PartitionLoads,
     Placement,
+    PrefillChoice,
     RankLoadRow,
     RankOutlook,
     Selection,
@@ -55,7 +57,7 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.sessions.table import check_session_id
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
-from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
+from lean_selector.wire.scalars import DEFAULT_GROUP, allowed_workers, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
     Ending,
     KvSource,
@@ -284,6 +286,7 @@ class SelectionService(WorkerHandlers):
             reservation_id = str(uuid.uuid4())
         else:
             check_id("reservation_id", reservation_id)
+            check_own_id("reservation_id", reservation_id, has_leg=request.asks_pair)
         request.books = True
         request.asked_at = self._books_at
         request.deadline = deadline
@@ -316,6 +319,8 @@ class SelectionService(WorkerHandlers):
             placement.effective_prefill_tokens,
             UNSET if isinstance(outlook, UnsetType) else self._worker_load(outlook),
             placement.explain,
+            placement.prefill,
+            placement.disaggregation,
         )
 
     # -- requests that choose ----------------------------------------------------------------------
@@ -358,6 +363,11 @@ class SelectionService(WorkerHandlers):
             request.priority_jump = body.priority_jump
         if body.strict_priority is not None:
             request.strict_priority = body.strict_priority
+        if body.disaggregate is not None:
+            request.disaggregate = body.disaggregate
+        if body.prefill_allowed_worker_ids is not None:
+            name, ids = "prefill_allowed_worker_ids", body.prefill_allowed_worker_ids
+            request.prefill_allowed_worker_ids = allowed_workers(ids, name)
         if body.fairness_id is not None:
             check_id("fairness_id", body.fairness_id, MOST_FAIRNESS_ID)
             request.fairness_id = body.fairness_id
@@ -391,14 +401,18 @@ class SelectionService(WorkerHandlers):
         placement: Placement,
     ) -> None:
         """Caches the choice of `/select`, for a later reservation by `selection_id`."""
+        leg, placed = None, placement.prefill
+        if not isinstance(placed, UnsetType):
+            leg = PrefillChoice(placed.worker_id, placed.dp_rank, placed.effective_prefill_tokens)
         cached = CachedSelection(
             placement.worker_id,
             placement.dp_rank,
             request.prompt.to_book(keeps_blocks=partition.routed is not None),
             placement.effective_prefill_tokens,
             request.expected_output_tokens,
-            request.terms.track_prefill,
+            request.terms.track_prefill and leg is None,
             request.session_id,
+            leg,
         )
         key = partition.model_name, partition.tenant_id
         self.selector.selections.put(key, selection_id, cached, self._clock())
@@ -414,6 +428,7 @@ class SelectionService(WorkerHandlers):
                 f"no pending selection {selection_id} for {where} "
                 "(expired, already used, or never selected)"
             )
+        check_own_id("the reservation's id", reservation_id, has_leg=cached.prefill is not None)
         partition = self.selector.catalog.ready_partition(*key)
         try:
             booked = self.selector.reservations.replay(partition, cached, reservation_id, now)
@@ -438,6 +453,7 @@ class SelectionService(WorkerHandlers):
             self.selector.selections.drop(key, selection_id)
         assert isinstance(worker_id, int)  # the body was checked
         assert isinstance(reservation_id, str)
+        check_own_id("reservation_id", reservation_id, has_leg=body.prefill is not None)
         partition = self.selector.catalog.ready_partition(*key)
         is_learned = partition.routed is not None
         prompt = prompt_to_book(
@@ -453,6 +469,7 @@ class SelectionService(WorkerHandlers):
             self._clock(),
             body.expected_output_tokens,
             self._terms(partition.model_name, body.router_config_override).track_prefill,
+            leg=None if body.prefill is None else body.prefill.choice(),
         )
 
     def prefill_complete(self, reservation_id: str) -> Ok:
@@ -469,7 +486,11 @@ class SelectionService(WorkerHandlers):
             self.selector.reservations.free(reservation_id, now)
         else:
             self.selector.reservations.end(
-                reservation_id, ending.outcome, ending.cached_tokens, now
+                reservation_id,
+                ending.outcome,
+                ending.cached_tokens,
+                now,
+                prefill_outcome=ending.prefill_outcome,
             )
         return OK
 

@@ -17,6 +17,7 @@ from lean_selector.api.selection import SelectionService
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.reservations import check_own_id
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     HINT,
@@ -121,6 +122,7 @@ class SelectionService16(SelectionService):
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         self.selector.reservations.check_unclaimed(selection_id, partition)
         request = self._request(partition, body)
+        check_own_id("selection_id", selection_id, has_leg=request.asks_pair)
         request.adds |= OUTLOOK | HINT
         request.books = True
         request.asked_at = SELECT_AND_RESERVE
@@ -151,6 +153,8 @@ class SelectionService16(SelectionService):
         if booked is not None:
             hashes = unpack_signed(booked.prompt.sequence_hashes())
             isl_tokens, tracks = booked.prompt.isl_tokens, booked.terms.track_prefill
+            if not isinstance(placement.prefill, UnsetType):
+                tracks = False
             if outlook.hint is not None:
                 hint = KvHint.of(outlook.hint, booked.reservation_id)
         return Selection16(
@@ -171,6 +175,8 @@ class SelectionService16(SelectionService):
             load,
             hint,
             placement.explain,
+            placement.prefill,
+            placement.disaggregation,
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
@@ -188,6 +194,7 @@ class SelectionService16(SelectionService):
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id = body.worker_id
         check_id("selection_id", selection_id)
+        check_own_id("selection_id", selection_id, has_leg=body.prefill is not None)
         if worker_id is None:
             return Booked16.of(self._replayed(key, selection_id, selection_id))
         self.selector.selections.drop(key, selection_id)
@@ -208,6 +215,7 @@ class SelectionService16(SelectionService):
             body.expected_output_tokens,
             self._terms(partition.model_name, body.router_config_override).track_prefill,
             books_prefill=body.track_prefill_tokens is not False,
+            leg=None if body.prefill is None else body.prefill.choice(),
         )
         return Booked16.of(booked)
 

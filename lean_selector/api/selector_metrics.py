@@ -105,6 +105,8 @@ def selection_families(
                 "How full the eligible ranks are: 0 idle, 1 full; above 1 there are too few."),
             "selections_total": (lambda: _outcomes(issued, overload_status),
                 "Requests for a worker by outcome."),
+            "pairs_total": (lambda: by("reason", selector.pairs),
+                "Requests that asked for a pair of workers, by why they got one or not."),
         }),
         table_of(scoped, {
             "dynamo_queued_requests": (lambda partition: len(partition.queue),
@@ -329,7 +331,8 @@ def model_outcomes(selector: Selector, partitions: list[Partition]) -> Iterator[
     for partition in partitions:
         key = partition.model_name, partition.tenant_id
         shed = sum(partition.shed.values())
-        counts[key] = partition.counts().selections, shed, refusals.known.get(key, 0)
+        placed = partition.counts().selections - partition.pairs
+        counts[key] = placed, shed, refusals.known.get(key, 0)
     for key in sorted(counts):
         yield from _three(labels(model=key[0], tenant_id=key[1]), *counts[key])
     other = labels(model=OTHER, tenant_id=OTHER)

@@ -198,8 +198,8 @@ class Replication(Part):
         verdict = self.applier.apply(event, now)
         if self._catching_up is not None and verdict is not Verdict.OWN:
             self._catching_up.note(event)
-        if verdict is Verdict.APPLIED:
-            self._on_applied(event, now)
+        if verdict is Verdict.APPLIED or verdict is Verdict.UNKNOWN_REQUEST:
+            self._on_applied(event, now)  # of a request that is not known, its leg may be
         return verdict
 
     def _on_session(self, event: SessionEvent, now: float) -> SessionVerdict:
@@ -318,7 +318,13 @@ def selector_replication(core: "SelectorCore", sessions: PeerSessions | None) ->
 
     def on_applied(event: ReplicaEvent, now: float) -> None:
         request_id = event.spec.request_id
-        selector.load_changed(event.model_name, event.tenant_id, request_id, now)
+        selector.load_changed(
+            event.model_name,
+            event.tenant_id,
+            request_id,
+            now,
+            ended_by=None if event.kind is EventKind.ADD else event.router_id,
+        )
 
     replication = Replication(
         core.context,

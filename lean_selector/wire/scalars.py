@@ -236,10 +236,10 @@ def check_count(name: str, count: int, most: int) -> None:
         raise BadRequest(f"{name} must not have more than {most} entries, and has {count}")
 
 
-def allowed_workers(ids: list[int]) -> frozenset[int]:
+def allowed_workers(ids: list[int], name: str = "allowed_worker_ids") -> frozenset[int]:
     """Return the worker ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, and
     BadRequest for too many ids."""
-    check_count("allowed_worker_ids", len(ids), _MOST_WORKERS)
+    check_count(name, len(ids), _MOST_WORKERS)
     if _FEW_WORKERS < len(ids) <= MAX_RANKS:
         return _kept(tuple(ids))
     return _checked(ids)

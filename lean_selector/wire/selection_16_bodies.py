@@ -12,16 +12,19 @@ from msgspec import UnsetType
 from lean_selector.core.selection.router_settings import NotNegative, RouterOverride
 from lean_selector.core.selection.shapes import (
     Booked,
+    Disaggregated,
     Explanation,
     FetchHint,
     Overlap,
     PartitionLoads,
+    PrefillPlacement,
     RankLoadRow,
     WorkerLoad,
 )
 from lean_selector.wire.scalars import U32, NonNegative, check_u64
 from lean_selector.wire.selection_bodies import (
     Change,
+    PrefillLeg,
     PromptFields,
     RankText,
     Registration,
@@ -99,6 +102,7 @@ class ReservationRequest16(PromptFields, kw_only=True):
     expected_output_tokens: U32 | None = None
     effective_prefill_tokens: NonNegative | None = None
     track_prefill_tokens: bool | None = None
+    prefill: PrefillLeg | None = None
 
     def __post_init__(self) -> None:
         if self.worker_id is not None:
@@ -166,6 +170,8 @@ class Selection16(msgspec.Struct, frozen=True, gc=False):
     worker_load: WorkerLoad | UnsetType
     kv_hint: KvHint | UnsetType
     explain: Explanation | UnsetType
+    prefill: PrefillPlacement | UnsetType
+    disaggregation: Disaggregated | UnsetType
 
 
 class Booked16(msgspec.Struct, frozen=True, gc=False):

@@ -16,8 +16,10 @@ from lean_selector.core.selection.shapes import (
     BOTH,
     BY_RANK,
     AffinityTarget,
+    Disaggregate,
     Disaggregation,
     PinnedWorker,
+    PrefillChoice,
     WorkerRecord,
     WorkerRole,
     WorkerSpec,
@@ -159,6 +161,7 @@ class Ending(msgspec.Struct, kw_only=True):
 
     outcome: Outcome | None = None
     cached_tokens: TokenCount | None = None
+    prefill_outcome: Outcome | None = None
 
 
 class RankHealthRow(msgspec.Struct, frozen=True):
@@ -391,6 +394,8 @@ class SelectFields(PromptFields, kw_only=True):
     pinned_worker: Pinned | None = None
     allowed_worker_ids: list[NonNegative] | None = None
     routing_constraints: RoutingConstraints | UnsetType = UNSET
+    disaggregate: Disaggregate | None = None
+    prefill_allowed_worker_ids: list[NonNegative] | None = None
 
     def session(self) -> str | None:
         """Return the session id. `session_context` takes precedence over `session_id`."""
@@ -414,6 +419,19 @@ class SelectAndReserveRequest(SelectFields, kw_only=True):
     reservation_id: str | None = None
 
 
+class PrefillLeg(Pinned):
+    """The rank that does the prefill of a request, and how many tokens it has to compute."""
+
+    effective_prefill_tokens: NonNegative = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_u64("prefill.effective_prefill_tokens", self.effective_prefill_tokens)
+
+    def choice(self) -> PrefillChoice:
+        return PrefillChoice(self.worker_id, self.dp_rank, self.effective_prefill_tokens)
+
+
 class ReservationRequest(PromptFields, kw_only=True):
     """POST /reservations. Reserves a rank of the given worker. Without `worker_id`, reserves what
     /select chose for `selection_id`, and `reservation_id` defaults to `selection_id`."""
@@ -425,6 +443,7 @@ class ReservationRequest(PromptFields, kw_only=True):
     router_config_override: RouterOverride | None = None
     expected_output_tokens: U32 | None = None
     effective_prefill_tokens: NonNegative | None = None
+    prefill: PrefillLeg | None = None
 
     def __post_init__(self) -> None:
         if self.selection_id is None or isinstance(self.worker_id, int):

@@ -87,6 +87,9 @@ class Fleet(msgspec.Struct, frozen=True):
     capacities: tuple[int | None, ...] = (None,)  # in blocks, of worker after worker, in turn
 
     def partition(self, router: RouterSettings) -> Partition:
+        return self.selector(router).catalog.ready_partition("default", "default")
+
+    def selector(self, router: RouterSettings) -> Selector:
         selector = Selector(router, Sources(), random.Random(0))
         per_worker = self.per_worker
         for worker_id in range(-(-len(self.ranks) // per_worker)):
@@ -123,7 +126,7 @@ class Fleet(msgspec.Struct, frozen=True):
                 seconds = self.seconds_per_token[number % len(self.seconds_per_token)]
                 teach(partition, load, seconds)
         partition.set_threshold(BusyThreshold(active_prefill_tokens=self.busy_above))
-        return partition
+        return selector
 
 
 rank_states = st.builds(

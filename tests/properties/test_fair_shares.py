@@ -252,7 +252,7 @@ def test_service_is_halved_and_the_order_stays() -> None:
 @pytest.mark.parametrize("waits", [False, True])
 def test_ids_are_bounded_and_the_least_recent_go(waits: bool) -> None:
     shares = FairShares({}, BLOCK_SIZE)
-    line = FairLine((None, None, frozenset()), shares)
+    line = FairLine((None, None, frozenset(), "both"), shares)
     kept = shares.enter(line, "kept").share
     for number in range(2 * MAX_IDS):
         flow = shares.enter(line, f"{number}")

@@ -50,6 +50,7 @@ def candidates(partition: Partition, request: SelectionRequest) -> list[Candidat
         if pinned is None or load.key == (pinned.worker_id, pinned.dp_rank)
         if pinned is not None or allowed is None or worker.worker_id in allowed
         if request.required_taints <= worker.taints
+        if request.role == "both" or worker.role in ("both", request.role)
     ]
     return [rank for rank in ranks if rank[1].key not in partition.health.out] or ranks
 
@@ -62,7 +63,10 @@ def not_busy(
     def is_busy(worker: SchedulableWorker, load: RankLoad) -> bool:
         capacity = worker.total_kv_blocks, worker.max_num_batched_tokens
         limits = partition.threshold.limits(*capacity)
-        return limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks)
+        tokens = 0 if worker.role == "decode" else load.active_prefill_tokens
+        return limits.exceeded_by(
+            tokens, 0 if worker.role == "prefill" else load.active_decode_blocks
+        )
 
     free = [rank for rank in ranks if not is_busy(*rank)]
     if not free and request.pinned is not None:
@@ -78,8 +82,10 @@ def rank_costs(
     ranks: list[Candidate],
     matches: Matches,
     owed_tokens: int = 0,
+    liked: dict[int, float] = {},  # noqa: B006
 ) -> list[float]:
-    """The cost of each rank, in their order; `owed_tokens` were given to full ones."""
+    """The cost of each rank, in their order; `owed_tokens` were given to full ones, `liked` are
+    weights of workers besides those of their taints."""
     prompt, terms = request.prompt, request.terms
     block_size, isl = partition.block_size, prompt.isl_tokens
     prefixes = partition.slots.active_prefix(prompt.sequence_hashes())
@@ -93,16 +99,18 @@ def rank_costs(
         decay = credit_decay(terms, active - min(tokens), isl, block_size)
         credit = credit_blocks(terms, decay, match)
         requests = terms.request_weight * load.active_requests
-        standing = load.active_decode_blocks + requests
+        standing = (load.active_decode_blocks + requests) * terms.counts_decode
         prefill = terms.scale * max(0.0, raw / block_size - credit)
         weight = 0.0
         for name, value in preferred.items():
             if name in worker.taints:
                 weight += value
+        weight += liked.get(worker.worker_id, 0.0)
         factor = taint_factor(weight)
         if terms.knows_speeds:
             factor *= partition.speeds.factor(load)
         new: float = prompt.sequence_count - prefixes.get(load.key, 0)
+        new *= terms.counts_decode
         if terms.eviction and isl > cached:
             added = terms.eviction * (isl - cached) / block_size
             if is_full(partition, worker, load):

@@ -80,6 +80,7 @@ class Headroom:
         self._threshold = threshold
         self.below = self.idle = 0
         self.avoided = 0  # draining ranks, and ejected ones while others serve
+        self.avoided_by_role: dict[str, int] = {}  # the same for a part of a request
         self.came_free = 0
         self.now = -math.inf  # the latest time given
         self._limits: dict[RankKey, tuple[float, RankLimits]] = {}

@@ -10,23 +10,29 @@ until no later load can be cheaper."""
 import bisect
 
 from lean_selector.core.load.rank_load import LoadBucket, RankLoad
+from lean_selector.core.rank_bits import bits_of
 
 
 class LoadOrder:
     """Sets of ranks of equal load, sorted by load. Callers report each change of a load.
 
     Read only: `ranks` (by bit) and `loads` (sorted). `moved` collects the ranks whose load changed.
-    Whoever reads `moved` also clears it."""
+    Whoever reads `moved` also clears it. Ranks of `prefill_only` have no standing load: only their
+    prefill tokens count. If `knows_prefilling`, `prefilling` has all ranks with prefill tokens."""
 
     __slots__ = (
         "_block_size",
         "_by_load",
         "_by_tokens",
+        "_is_plain",
         "_order",
         "_request_weight",
         "everyone",
+        "knows_prefilling",
         "loads",
         "moved",
+        "prefill_only",
+        "prefilling",
         "ranks",
         "scale",
     )
@@ -38,7 +44,9 @@ class LoadOrder:
         self._block_size = block_size
         self._request_weight = request_weight
         self.scale = prefill_load_scale
-        self.everyone = self.moved = 0
+        self.everyone = self.moved = self.prefill_only = self.prefilling = 0
+        self.knows_prefilling = False
+        self._is_plain = not request_weight
         self.ranks: dict[int, RankLoad] = {}
         self.loads: list[LoadBucket] = []
         # (key, tokens, standing) of each load in `loads`
@@ -57,6 +65,8 @@ class LoadOrder:
     def remove(self, load: RankLoad) -> None:
         self.everyone ^= load.mask
         self.moved &= self.everyone
+        self.prefill_only &= self.everyone
+        self.prefilling &= self.everyone
         del self.ranks[load.bit]
         bucket = load.bucket
         assert bucket is not None
@@ -70,7 +80,7 @@ class LoadOrder:
             return
         tokens = load.active_prefill_tokens
         standing = load.active_decode_blocks + 0.0  # mypyc accepts no int as a float
-        if self._request_weight:
+        if not self._is_plain:
             standing = self._standing(load)
         if tokens != bucket.tokens or standing != bucket.standing:
             self._leave(load, bucket)
@@ -78,7 +88,25 @@ class LoadOrder:
             self._enter(load)
             self.moved |= load.mask
 
+    def set_roles(self, prefill_only: int, has_roles: bool) -> None:
+        """Set for which ranks only prefill tokens count, and whether `prefilling` is known."""
+        changed = self.prefill_only ^ prefill_only
+        self.prefill_only = prefill_only
+        if has_roles is not self.knows_prefilling:
+            self.knows_prefilling, self.prefilling = has_roles, 0
+            changed = self.everyone
+        self._is_plain = not has_roles and not self._request_weight
+        for bit in bits_of(changed & self.everyone):
+            self.changed(self.ranks[bit])
+
     def _standing(self, load: RankLoad) -> float:
+        if self.knows_prefilling:
+            if load.active_prefill_tokens:
+                self.prefilling |= load.mask
+            elif self.prefilling & load.mask:
+                self.prefilling ^= load.mask
+            if load.mask & self.prefill_only:
+                return 0.0
         return load.active_decode_blocks + self._request_weight * load.active_requests
 
     def _enter(self, load: RankLoad) -> None:

@@ -69,6 +69,11 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     # Prefill tokens waiting on the rank at booking, including this request's. 0: unknown, for
     # example in a copy.
     ahead_tokens: int = 0
+    # Of a request with a leg: its rank, the prefill tokens booked there, and the expected time
+    # to first token (0: unknown).
+    prefills_on: RankLoad | None = None
+    leg_tokens: int = 0
+    expected_s: float = 0.0
 
     @property
     def is_replica(self) -> bool:

@@ -80,8 +80,16 @@ class Speeds:
         self._steps: dict[int, int] = {}  # step -> its ranks, without step 0
         self._slow = 0  # the ranks with a step above 0
 
-    def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """Learn from the time to first token, `ttft_s`. If it is None, the token came `now`."""
+    def completed(
+        self,
+        reservation: Reservation,
+        ttft_s: float | None,
+        now: float,
+        *,
+        is_first_token: bool = True,
+    ) -> None:
+        """Learn from the time to first token, `ttft_s`. If it is None, the token came `now`.
+        Without `is_first_token`, only the prefill has ended."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return
@@ -90,7 +98,7 @@ class Speeds:
             return
         load = reservation.rank_load
         speed = self._by_bit.get(load.bit)
-        if speed is not None and speed.median:
+        if is_first_token and speed is not None and speed.median:
             load.counts.predict(speed.median * tokens, seconds)
         self._sample(load, seconds / tokens, now)
 
@@ -102,6 +110,12 @@ class Speeds:
             seconds = (now - reservation.booked_at) / tokens
             if seconds > known:
                 self._sample(reservation.rank_load, seconds, now)
+
+    def expected_s(self, reservation: Reservation) -> float:
+        """Return how long the prefill of a new reservation will take; 0 if unknown."""
+        tokens = reservation.ahead_tokens
+        seconds = self.seconds_per_token(reservation.rank_load)
+        return 0.0 if seconds is None or tokens < LEAST_TOKENS else seconds * tokens
 
     def seconds_per_token(self, load: RankLoad) -> float | None:
         """Return the rank's time per prompt token in seconds; None if unknown."""

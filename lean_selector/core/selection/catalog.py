@@ -21,6 +21,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import (
     BOTH,
     BY_RANK,
+    DECODE,
     PartitionKey,
     Source,
     WorkerRecord,
@@ -79,7 +80,8 @@ def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
         reasons.append("block_size must be greater than 0")
     if spec.data_parallel_size == 0:
         reasons.append("data_parallel_size must be greater than 0")
-    if spec.max_num_batched_tokens is None and settings.queue_threshold is not None:
+    needs_batch = settings.queue_threshold is not None and spec.worker_role != DECODE
+    if spec.max_num_batched_tokens is None and needs_batch:
         reasons.append("max_num_batched_tokens is required while queueing is enabled")
     if spec.ranks.stop > RANK_LIMIT:
         reasons.append("data parallel range overflows u32")

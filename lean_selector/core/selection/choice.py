@@ -55,6 +55,7 @@ from lean_selector.core.selection.shapes import SelectionRequest
 _EVERYONE = -1  # as a set: all bits
 Groups = list[tuple[float, int]]  # (factor on the cost, ranks), disjoint
 _NO_PREFERENCE: Groups = [(1.0, _EVERYONE)]
+_NO_SHARES: RankSets = []
 _MANY_GROUPS = 64  # sets of ranks with different weights of their taints
 
 
@@ -97,6 +98,7 @@ class Pricing:
         "_is_plain",
         "_isl",
         "_least_tokens",
+        "_leaves_standing",
         "_terms",
         "block_size",
         "credits_blocks",
@@ -116,7 +118,8 @@ class Pricing:
         # If prefill is not tracked, it costs nothing: max(0, 0 - credit) is 0, whatever the scale.
         self.scale = scale = terms.scale if terms.track_prefill else 0.0
         self.credits_blocks = terms.credits_untracked and not terms.track_prefill
-        self._is_plain = not self._decays and not self.credits_blocks
+        self._leaves_standing = not terms.counts_decode
+        self._is_plain = not self._decays and not self.credits_blocks and terms.counts_decode
         # On a rank with this `key` in the load order, the load costs at least slope * key and at
         # most reach * key.
         self.slope = self.reach = 1.0
@@ -124,12 +127,19 @@ class Pricing:
             self.slope = scale / order.scale
         elif scale > order.scale:
             self.reach = scale / order.scale if order.scale else math.inf
+        if self._leaves_standing:
+            if ranks & ~order.prefill_only:
+                self.slope = 0.0
+        elif scale == 0.0 and order.knows_prefilling and not ranks & order.prefilling:
+            self.slope = 1.0  # all of the load is standing
 
     def cost(self, cell: Cell, tokens: int, standing: float) -> float:
         """Return the cost on a rank of the cell. `tokens`: the rank's prefill tokens; `standing`:
         the rank's active blocks plus a weight per active request."""
         credit, block_size = cell.credit, self.block_size
         if not self._is_plain:
+            if self._leaves_standing:
+                standing = 0.0
             if self.credits_blocks:
                 load = standing + cell.blocks - credit
                 return (cell.floor if load < cell.floor else load) * cell.factor
@@ -223,8 +233,9 @@ def cells(
 ) -> list[Cell]:
     """Divide `ranks` into cells (ranks that differ only in load), in the order of `matches`."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
-    isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
-    shares = active_prefix_sets(partition, request)
+    isl, new_blocks, shares = prompt.isl_tokens, 0, _NO_SHARES
+    if terms.counts_decode:
+        new_blocks, shares = prompt.sequence_count, active_prefix_sets(partition, request)
     groups = _NO_PREFERENCE
     if preferred := preferences(request):
         weighed = taint_weights(partition, preferred)

@@ -187,12 +187,12 @@ def with_more(
         why = explained(partition, request, ranks, matches, now, is_steered)
         placement = msgspec.structs.replace(placement, explain=why)
     if request.adds & OUTLOOK:
-        outlook = _outlook(partition, request, matches, load)
+        outlook = outlook_of(partition, request, matches, load)
         placement = msgspec.structs.replace(placement, outlook=outlook)
     return placement
 
 
-def _outlook(
+def outlook_of(
     partition: Partition,
     request: SelectionRequest,
     matches: MatchSets,

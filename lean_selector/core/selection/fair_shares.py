@@ -24,6 +24,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Final
 
+from msgspec import UnsetType
+
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.selection.queue import Line, QueuePosition, Ties, Waiting, take_out
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
@@ -165,8 +167,10 @@ class FairShares:
         """Count a request for which a rank was chosen, after it had waited or while others wait."""
         share = self._share(request.fairness_id)
         output = request.expected_output_tokens or 0
-        tokens = placement.effective_prefill_tokens + OUTPUT_WEIGHT * output
-        share.service += tokens / share.weight
+        prefill, tokens = placement.prefill, placement.effective_prefill_tokens
+        if not isinstance(prefill, UnsetType):
+            tokens = prefill.effective_prefill_tokens
+        share.service += (tokens + OUTPUT_WEIGHT * output) / share.weight
         if request.books:
             self._charged[request.reservation_id] = share, output, self._halved
 

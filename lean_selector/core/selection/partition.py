@@ -35,8 +35,9 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
 
-if TYPE_CHECKING:  # imported only with fair shares
+if TYPE_CHECKING:  # imported only with fair shares, and with domains
     from lean_selector.core.selection.fair_shares import FairShares
+    from lean_selector.core.selection.transfer_domains import TransferDomains
 
 # For up to this many allowed workers, ranks are looked up each time. Results for larger sets are
 # cached, at most this many; 6 MB of ids at most.
@@ -104,9 +105,11 @@ class Partition:
         self.queue = Queue() if queue is None else queue
         self._gone = RankCounts()  # totals of removed ranks
         self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # request counts by route
+        self.pairs = 0  # requests for which two ranks were chosen
         self.threshold = OFF
         self.everyone = self.candidates = self.busy = self.draining = 0
         self.prefill_only = self.decode_only = self.ejected = 0
+        self.domains: TransferDomains | None = None  # if a worker named one
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)
         self.tainted: dict[str, int] = {}
         # Recently used sets of allowed workers, with their ranks
@@ -155,6 +158,10 @@ class Partition:
     def _limit(self, worker: SchedulableWorker) -> None:
         """Set the loads above which the ranks of a worker are busy, from the busy threshold."""
         limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
+        if worker.role == PREFILL:
+            limits = RankLimits(prefill_tokens=limits.prefill_tokens)
+        elif worker.role == DECODE:
+            limits = RankLimits(decode_blocks=limits.decode_blocks)
         for load in worker.loads:
             if self.threshold.is_set:
                 self._limits[load.key] = limits
@@ -213,6 +220,9 @@ class Partition:
         room = self.queue.room
         if room is not None:
             room.avoided = self.everyone & ~candidates
+            room.avoided_by_role = {
+                role: self.everyone & ~self.usable(serving, role) for role in (PREFILL, DECODE)
+            }
             # Queued requests may be eligible for other ranks now.
             room.came_free |= self.everyone
         return True
@@ -250,10 +260,22 @@ class Partition:
             return Unavailable(f"{NO_ENDPOINTS}: no worker has the role both or decode")
         return Unavailable(NO_ENDPOINTS)
 
-    def _set_role(self, worker: SchedulableWorker, role: str) -> None:
-        mask = worker.mask
-        self.prefill_only = self.prefill_only & ~mask | (mask if role == PREFILL else 0)
-        self.decode_only = self.decode_only & ~mask | (mask if role == DECODE else 0)
+    def partners(self, load: RankLoad) -> int:
+        """Return the ranks between which and this rank KV blocks can be transferred."""
+        return -1 if self.domains is None else self.domains.partners_of(load)
+
+    def _domains_changed(self, worker: SchedulableWorker) -> None:
+        if self.domains is not None:
+            self.domains.changed()
+        elif worker.transfer is not None:
+            from lean_selector.core.selection.transfer_domains import TransferDomains
+
+            self.domains = TransferDomains(self.workers, self.tainted)
+
+    def _set_role(self, ranks: int, role: str) -> None:
+        self.prefill_only = self.prefill_only & ~ranks | (ranks if role == PREFILL else 0)
+        self.decode_only = self.decode_only & ~ranks | (ranks if role == DECODE else 0)
+        self.order.set_roles(self.prefill_only, self.has_roles)
 
     # -- busy --------------------------------------------------------------------------------------
 
@@ -308,7 +330,8 @@ class Partition:
             self.tainted[taint] = self.tainted.get(taint, 0) | worker.mask
         self.workers[worker_id] = worker
         if worker.role != BOTH or self.has_roles:
-            self._set_role(worker, worker.role)
+            self._set_role(worker.mask, worker.role)
+        self._domains_changed(worker)
         self.draining &= ~worker.mask
         if is_draining:
             self.draining |= worker.mask
@@ -330,6 +353,7 @@ class Partition:
         self._drop_watermarks(worker_id)
         dropped: list[Reservation] = []
         worker = self.workers.pop(worker_id)
+        self._domains_changed(worker)
         self._take_taints(worker)
         self._allowed.clear()
         self.queue.worker_changed(worker, None)
@@ -384,8 +408,8 @@ class Partition:
         self.candidates &= others
         self.draining &= others
         self.busy &= others
-        self.prefill_only &= others
-        self.decode_only &= others
+        if self.has_roles:
+            self._set_role(load.mask, BOTH)
         self._limits.pop(load.key, None)
         if self.queue.room is not None:
             self.queue.room.drop(load)

@@ -31,10 +31,18 @@ from lean_selector.core.errors import (
 from lean_selector.core.load.busy import Headroom
 from lean_selector.core.selection.router_settings import QueuePolicy
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
-from lean_selector.core.selection.shapes import PinnedWorker, Placement, SelectionRequest
+from lean_selector.core.selection.shapes import (
+    BOTH,
+    DECODE,
+    PREFILL,
+    PinnedWorker,
+    Placement,
+    SelectionRequest,
+)
 
-# What restricts a request to some ranks: a pin, allowed workers, required taints.
-Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
+# What restricts a request to some ranks: a pin, allowed workers, required taints, and a role. A
+# request for a pair waits for a rank of the role `prefill`.
+Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str], str]
 # Position in the queue, unique: priority, service of its id (0 without fair shares), score, serial
 QueuePosition = tuple[int, float, float, int]
 AGING_TOKENS_PER_S = 4_000.0  # per second of waiting
@@ -130,6 +138,13 @@ def take_out(items: list[Waiting], waiting: Waiting) -> bool:
     return True
 
 
+def ties_of(request: SelectionRequest) -> Ties:
+    required = request.required_taints
+    if request.asks_pair:
+        return None, request.prefill_allowed_worker_ids, required, PREFILL
+    return request.pinned, request.allowed_worker_ids, required, request.role
+
+
 class Line:
     """Queued requests that have the same `ties`: pin, allowed workers and required taints."""
 
@@ -165,8 +180,10 @@ class Line:
 
     def open_worker(self, worker: SchedulableWorker) -> None:
         """Add to `ranks` those ranks of a new worker that this line's queued requests may use."""
-        pinned, allowed, required = self.ties
+        pinned, allowed, required, role = self.ties
         if not required <= worker.taints:
+            return
+        if worker.role != BOTH and worker.role == (DECODE if role == PREFILL else PREFILL):
             return
         if pinned is not None:
             if pinned.worker_id != worker.worker_id:
@@ -187,7 +204,10 @@ class Line:
         """Whether a queued request of this line can be placed now on a rank below the queue's
         threshold. All requests of a line have the same pin, allowed workers and required taints."""
         if self.ties[0] is None:
-            return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
+            role, avoided = self.ties[3], room.avoided
+            if role != BOTH:
+                avoided = room.avoided_by_role.get(role, avoided)
+            return (self.ranks & ~avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
 
 
@@ -273,7 +293,7 @@ class Queue:
         rules, room = self.rules, self.room
         if not self._size and room is not None:
             room.came_free = 0  # no request was queued, so nobody waits for these ranks
-        ties = request.pinned, request.allowed_worker_ids, request.required_taints
+        ties = ties_of(request)
         line = self._lines.get(ties)
         if line is None:
             line = self._lines[ties] = self._new_line(ties)
@@ -366,7 +386,10 @@ class Queue:
                 if now - item.arrived_at >= hopeless_after_s
             ]
             for item in told[: self.rules.most]:
-                self.refuse(item, Unavailable(NO_ENDPOINTS))
+                if item.line.ties[3] == PREFILL and self.room is not None:
+                    self._admit_one(self.room, item, passes=False)  # may do without, or says why
+                else:
+                    self.refuse(item, Unavailable(NO_ENDPOINTS))
             if len(told) > self.rules.most:
                 self._admit_later()
         self.admit_next(now)

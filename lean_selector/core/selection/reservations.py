@@ -6,6 +6,7 @@ booked. No rank is chosen here. Whatever may have freed capacity admits requests
 partition's queue. Times are arguments, in monotonic seconds."""
 
 from collections.abc import Iterable
+from typing import Final
 
 from lean_selector.core.errors import BadRequest, Conflict, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.health.ejections import FAILED, REFUSED
@@ -18,11 +19,28 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.scheduler import check_session
-from lean_selector.core.selection.shapes import Booked, CachedSelection
+from lean_selector.core.selection.shapes import DECODE, Booked, CachedSelection, PrefillChoice
 from lean_selector.core.selection.worker_health import WorkerHealth
 from lean_selector.core.settings import Dialect
 
 _FAULTS = frozenset((FAILED, REFUSED))
+
+# A request that two workers serve has a second reservation, its leg: that of the prefill.
+LEG: Final = "#prefill"
+_MOST_CHARACTERS: Final = 4096  # of an id
+
+
+def leg_of(reservation_id: str) -> str:
+    return reservation_id + LEG
+
+
+def check_own_id(name: str, value: str, *, has_leg: bool = False) -> None:
+    """Raise BadRequest for an id that a client may not give to a reservation (with a leg)."""
+    if value.endswith(LEG):
+        raise BadRequest(f"{name} must not end with {LEG}, as the ids of legs do")
+    if has_leg and len(value) > _MOST_CHARACTERS - len(LEG):
+        most = _MOST_CHARACTERS - len(LEG)
+        raise BadRequest(f"{name} must not have more than {most} characters, and has {len(value)}")
 
 
 class Reservations:
@@ -68,6 +86,11 @@ class Reservations:
         BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
         prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
+        leg = chosen.prefill
+        if leg is not None:
+            self.check_free(partition, leg_of(reservation_id))
+            if (leg.worker_id, leg.dp_rank) not in partition.slots.ranks:
+                raise NotFound(f"Worker {rank_text(leg.worker_id, leg.dp_rank)} not found")
         if session_id is not None:
             self.check_free(partition, reservation_id)
             check_session(partition, session_id, worker_id, dp_rank, now)
@@ -84,7 +107,36 @@ class Reservations:
         self.book(partition, spec, prompt, now)
         if session_id is not None and partition.sessions is not None:
             partition.sessions.book(session_id, reservation_id, worker_id, dp_rank, now)
+        if leg is not None:
+            self._book_leg(partition, reservation_id, leg, prompt, now)
         return spec
+
+    def _book_leg(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        leg: PrefillChoice,
+        prompt: Prompt,
+        now: float,
+    ) -> None:
+        """Book the leg of a reservation that was just booked. Its id must be free."""
+        tokens, leg_id = leg.effective_prefill_tokens, leg_of(reservation_id)
+        rank = leg.worker_id, leg.dp_rank
+        self.book(
+            partition,
+            ReservationSpec(leg_id, *rank, prompt.lora_name, True, tokens or None),
+            prompt,
+            now,
+        )
+        self.join_leg(partition, reservation_id, tokens)
+
+    def join_leg(self, partition: Partition, reservation_id: str, tokens: int) -> None:
+        """Note with a reservation what its leg is expected to do, since the leg may end first."""
+        live = partition.slots.reservations
+        booked, leg = live[reservation_id], live[leg_of(reservation_id)]
+        booked.ahead_tokens = 0  # its first token tells nothing of the speed of its own rank
+        booked.prefills_on, booked.leg_tokens = leg.rank_load, tokens
+        booked.expected_s = partition.speeds.expected_s(leg)
 
     def check_free(self, partition: Partition, reservation_id: str) -> None:
         """Raise Conflict if a reservation of the partition or of this replica has this id."""
@@ -107,10 +159,14 @@ class Reservations:
         track_prefill: bool = True,
         *,
         books_prefill: bool = True,
+        leg: PrefillChoice | None = None,
     ) -> Booked:
         """Book a rank that the client chose, at once, whatever its load. Books `prefill_tokens`
-        tokens of prefill; none if it is None or `books_prefill` is False. Raises BadRequest,
-        NotFound or Conflict, with nothing booked."""
+        tokens of prefill; none if it is None or `books_prefill` is False. `leg`: the rank that
+        does the prefill instead. Raises BadRequest, NotFound or Conflict, with nothing booked."""
+        if leg is not None:
+            self._check_leg(partition, reservation_id, worker_id, leg, prompt, prefill_tokens)
+            books_prefill = False
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
                 f"effective_prefill_tokens ({prefill_tokens}) "
@@ -134,7 +190,40 @@ class Reservations:
             expected_output_tokens,
         )
         self.book(partition, spec, prompt, now)
+        if leg is not None:
+            self._book_leg(partition, reservation_id, leg, prompt, now)
         return _booked(partition, spec, worker)
+
+    def _check_leg(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        worker_id: int,
+        leg: PrefillChoice,
+        prompt: Prompt,
+        prefill_tokens: int | None,
+    ) -> None:
+        """Raise SelectorError if a client may not book this leg with a reservation on a worker."""
+        if prefill_tokens:
+            raise BadRequest("effective_prefill_tokens must be in prefill, if that is given")
+        if leg.effective_prefill_tokens > prompt.isl_tokens:
+            raise BadRequest(
+                f"prefill.effective_prefill_tokens ({leg.effective_prefill_tokens}) "
+                f"must not exceed isl_tokens ({prompt.isl_tokens})"
+            )
+        if leg.worker_id == worker_id:
+            raise BadRequest(
+                f"prefill.worker_id: worker {worker_id} cannot form a pair with itself"
+            )
+        worker = partition.workers.get(leg.worker_id)
+        if worker is None or leg.dp_rank not in worker.ranks:
+            raise NotFound(f"Worker {rank_text(leg.worker_id, leg.dp_rank)} not found")
+        if worker.role == DECODE:
+            raise BadRequest(f"prefill.worker_id: worker {leg.worker_id} has the role decode")
+        try:
+            self.check_free(partition, leg_of(reservation_id))
+        except Conflict as error:
+            raise self.not_booked(error, reservation_id) from None
 
     def replay(
         self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
@@ -223,7 +312,13 @@ class Reservations:
         self, reservation_id: str, now: float, ttft_s: float | None = None
     ) -> None:
         """Record that a request's prefill is complete. `ttft_s`: its time to first token."""
-        holders = self.holders(reservation_id)
+        try:
+            holders = self.holders(reservation_id)
+        except NotFound:
+            if not self._end_legs(reservation_id, now, is_complete=True):
+                raise
+            return
+        is_leg = reservation_id.endswith(LEG)
         if ttft_s is not None:
             counts = holders[0].slots.reservations[reservation_id].rank_load.counts
             counts.ttft_s += ttft_s
@@ -232,8 +327,13 @@ class Reservations:
                 self.decisions.reported(reservation_id, ttft_s, None)
         for partition in holders:
             reservation = partition.slots.reservations[reservation_id]
+            self.end_leg(partition, reservation_id, now, is_complete=True)
             if not reservation.prefill_done:
-                partition.speeds.completed(reservation, ttft_s, now)
+                speeds, leg_load = partition.speeds, reservation.prefills_on
+                speeds.completed(reservation, ttft_s, now, is_first_token=not is_leg)
+                if leg_load is not None and reservation.expected_s:
+                    seconds = now - reservation.booked_at if ttft_s is None else ttft_s
+                    leg_load.counts.predict(reservation.expected_s, max(seconds, 1e-9))
             partition.ledger.prefill_complete(reservation_id, now)
             partition.queue.admit(now)
 
@@ -260,42 +360,137 @@ class Reservations:
         known_tokens: int | None = None,
         *,
         reports_prefill: bool = False,
+        prefill_outcome: str | None = None,
     ) -> None:
         """Free a reservation and record the outcome for its rank. A refused connection counts for
         the whole worker. `cached_tokens` is the engine's count of cached tokens. `known_tokens`:
         how many prompt tokens are in blocks whose hashes the caller knew (None: all).
-        `reports_prefill`: the caller reports every completed prefill, whatever the outcome."""
-        partition = self.holders(reservation_id)[0]
+        `reports_prefill`: the caller reports every completed prefill, whatever the outcome.
+        If the reservation has or had a leg, `cached_tokens` and `prefill_outcome` are the leg's."""
+        try:
+            partition = self.holders(reservation_id)[0]
+        except NotFound:
+            if not self._end_legs(reservation_id, now, was_served=prefill_outcome not in _FAULTS):
+                raise
+            return
         reservation = partition.slots.reservations[reservation_id]
         load = reservation.rank_load
+        leg_load, booked_tokens = reservation.prefills_on, reservation.spec.prefill_tokens
+        leg = self._leg(partition, reservation_id)
+        if leg_load is not None:
+            booked_tokens = reservation.leg_tokens or None
+        elif leg is not None:
+            leg_load, booked_tokens = leg.rank_load, leg.spec.prefill_tokens
         if cached_tokens is not None:
             if self.decisions is not None:
                 self.decisions.reported(reservation_id, None, cached_tokens)
-            load.counts.report_cached(
+            (load if leg_load is None else leg_load).counts.report_cached(
                 cached_tokens,
                 reservation.block_count,
-                reservation.spec.prefill_tokens,
+                booked_tokens,
                 partition.block_size,
                 known_tokens,
             )
+        if prefill_outcome in _FAULTS:
+            self.end_leg(partition, reservation_id, now, was_served=False)
         self.free(reservation_id, now, was_served=not reports_prefill and outcome not in _FAULTS)
+        if prefill_outcome is not None and leg_load is not None:
+            leg_rank = None if prefill_outcome == REFUSED else leg_load.dp_rank
+            self._health.record_outcome(leg_load.worker_id, leg_rank, prefill_outcome, now)
         if outcome is not None:
             dp_rank = None if outcome == REFUSED else load.dp_rank
             self._health.record_outcome(load.worker_id, dp_rank, outcome, now)
 
     def free(self, reservation_id: str, now: float, was_served: bool = True) -> None:
         """End a reservation. Without `was_served`, its rank is no longer assumed to cache the
-        prompt, unless the prefill was reported as complete."""
-        for partition in self.holders(reservation_id):
+        prompt, unless the prefill was reported as complete. Its leg ends first, so that peers hear
+        of both ends in an order in which neither is news that comes too early."""
+        try:
+            holders = self.holders(reservation_id)
+        except NotFound:
+            if not self._end_legs(reservation_id, now, was_served=was_served):
+                raise
+            return
+        is_leg = reservation_id.endswith(LEG)
+        for partition in holders:
+            self.end_leg(partition, reservation_id, now, was_served=was_served)
             if not was_served:
                 live = partition.slots.reservations[reservation_id]
                 if not live.prefill_done and not live.is_replica:
                     partition.not_computed(live)
             reservation = partition.ledger.free(reservation_id, now)
             if reservation is not None and not reservation.prefill_done:
-                partition.speeds.ended(reservation, now)
+                if is_leg and was_served:
+                    partition.speeds.completed(reservation, None, now, is_first_token=False)
+                else:
+                    partition.speeds.ended(reservation, now)
             self.forget(reservation_id)
             partition.queue.admit(now)
+
+    def _leg(self, partition: Partition, reservation_id: str) -> Reservation | None:
+        """Return the live leg of a reservation. A worker that only decodes has none: what has the
+        id there is somebody else's."""
+        leg = partition.slots.reservations.get(reservation_id + LEG)
+        if leg is None:
+            return None
+        worker = partition.workers.get(leg.rank_load.worker_id)
+        return None if worker is None or worker.role == DECODE else leg
+
+    def end_leg(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        now: float,
+        *,
+        is_complete: bool = False,
+        was_served: bool = True,
+    ) -> bool:
+        """End the leg of a reservation, if there is one. `is_complete`: the first token came now.
+        Return whether there was one."""
+        leg = self._leg(partition, reservation_id)
+        if leg is None:
+            return False
+        if not leg.prefill_done:
+            if not was_served and not leg.is_replica:
+                partition.not_computed(leg)
+            if is_complete:
+                partition.speeds.completed(leg, None, now, is_first_token=False)
+            else:
+                partition.speeds.ended(leg, now)
+        partition.ledger.free(leg.request_id, now)
+        self.forget(leg.request_id)
+        return True
+
+    def heard_end(
+        self, partition: Partition, reservation_id: str, ended_by: int, now: float
+    ) -> None:
+        """End the leg of a reservation that a peer ended. The peer that booked the leg tells of its
+        end itself; others may know of no legs. Only the end of our own leg is published."""
+        leg = self._leg(partition, reservation_id)
+        if leg is None or leg.router_id == ended_by:
+            return
+        if leg.is_replica:
+            partition.slots.free(leg.request_id, now)
+        else:
+            self.end_leg(partition, reservation_id, now)
+
+    def _end_legs(
+        self,
+        reservation_id: str,
+        now: float,
+        *,
+        is_complete: bool = False,
+        was_served: bool = True,
+    ) -> bool:
+        """End what is left of a request whose reservation is gone. Return False if nothing is."""
+        found = False
+        for partition in list(self._catalog.partitions.values()):
+            if self.end_leg(
+                partition, reservation_id, now, is_complete=is_complete, was_served=was_served
+            ):
+                found = True
+                partition.queue.admit(now)
+        return found
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
         """Expire idle reservations, at most `max_steps` in total. If `max_steps` reservations are

@@ -150,3 +150,4 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     credits_untracked: bool = False
     eviction: float = 0.0  # cost of evictions, per block that the prompt must compute
     knows_speeds: bool = False  # whether the cost is higher on slower ranks
+    counts_decode: bool = True  # False: the cost is that of the prefill alone

@@ -16,6 +16,14 @@ class SchedulableWorker:
         self.endpoint = spec.endpoint or ""
         self.taints = spec.taints
         self.role: str = spec.worker_role
+        self.disaggregation = spec.disaggregation
+        self.domains = spec.topology_domains
+        # A domain of `domains` that counts in pairs, whether it is required, and its weight.
+        self.transfer: tuple[str, bool, float] | None = None
+        if spec.kv_transfer_domain is not None and spec.kv_transfer_enforcement is not None:
+            is_required = spec.kv_transfer_enforcement == "required"
+            weight = spec.kv_transfer_preferred_weight or 0.0
+            self.transfer = spec.kv_transfer_domain, is_required, 0.0 if is_required else weight
         self.ranks = spec.ranks
         self.loads = loads  # one per rank, in rank order
         self.mask = 0  # the same ranks as a set

@@ -13,6 +13,7 @@ from lean_selector.core.errors import AllWorkersBusy, Conflict, SelectorError, T
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold
 from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
@@ -109,6 +110,7 @@ class Selector:
             claimed=self.reservations.claimed if settings.dialect.claims_ids else None,
         )
         self.watch: ChoiceWatch | None = None  # set while a page is open
+        self.pairs: dict[str, int] = {}  # requests that asked for a pair, by reason
 
     def terms_of(self, model_name: str) -> CostTerms:
         """Return the weights of the cost formula for requests to this model without overrides."""
@@ -211,12 +213,21 @@ class Selector:
         return AUTO if is_apart or self.settings.asks_pairs else NEVER
 
     def load_changed(
-        self, model_name: str, tenant_id: str, reservation_id: str, now: float
+        self,
+        model_name: str,
+        tenant_id: str,
+        reservation_id: str,
+        now: float,
+        *,
+        ended_by: int | None = None,
     ) -> None:
-        """Admit queued requests, because an event from another replica may have freed capacity."""
+        """Admit queued requests, because an event from another replica may have freed capacity.
+        `ended_by`: the replica that completed the prefill of the reservation or freed it."""
         self.reservations.local_holder(reservation_id)  # forgets the id if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
+            if ended_by is not None:
+                self.reservations.heard_end(partition, reservation_id, ended_by, now)
             partition.queue.admit(now)
 
     def select(
@@ -229,7 +240,9 @@ class Selector:
         if room is not None:
             queue.admit_next(now)  # queued requests use free capacity first
             room.advance(now)
-        ranks = self._free_ranks(partition, request)
+        if request.disaggregate != NEVER or request.after_prefill:
+            return self._select_pair(partition, request, now, waits=True)
+        ranks = self.free_ranks(partition, request)
         if room is not None:
             ranks, is_next = queue.may_pass(room, ranks)
             if not is_next:
@@ -237,6 +250,19 @@ class Selector:
         matches = match_sets(partition, request.prompt.local_hashes)
         placement = self._place(partition, request, ranks, matches, now)
         if partition.shares is not None and len(queue):
+            partition.shares.charge(request, placement)
+        return placement
+
+    def _select_pair(
+        self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool
+    ) -> Placement | Waiting:
+        from lean_selector.core.selection.pairs import place
+
+        matches = match_sets(partition, request.prompt.local_hashes)
+        placement = place(self, partition, request, matches, now, waits=waits)
+        if placement is None:
+            return self._wait(partition, request, now)
+        if partition.shares is not None and len(partition.queue):
             partition.shares.charge(request, placement)
         return placement
 
@@ -258,7 +284,11 @@ class Selector:
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Choose a rank even if requests are queued, and book it if `request.books`."""
-        ranks = self._free_ranks(partition, request)
+        if request.disaggregate != NEVER or request.after_prefill:
+            found = self._select_pair(partition, request, now, waits=False)
+            assert isinstance(found, Placement), "it does not wait"
+            return found
+        ranks = self.free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
 
@@ -268,17 +298,29 @@ class Selector:
         """Choose a rank for a request that leaves the queue, among those of `among` that it may
         use. If it waited for long, its cached blocks are looked up again."""
         request, refresh_s = waiting.request, self.settings.overlap_refresh_after_s
-        ranks = not_busy(partition, request, eligible(partition, request)) & among
+        asks_pair = request.disaggregate != NEVER
+        ranks = 0
+        if not asks_pair:
+            ranks = not_busy(partition, request, eligible(partition, request)) & among
         if refresh_s is not None and request.waited_s >= refresh_s:
             matches = match_sets(partition, request.prompt.local_hashes)
         else:
             matches = as_sets(partition, request.matches, waiting.key[3])
-        placement = self._place(partition, request, ranks, matches, now)
+        if asks_pair:
+            from lean_selector.core.selection.pairs import place
+
+            found = place(self, partition, request, matches, now, among=among)
+            assert found is not None, "it does not wait again"
+            placement = found
+        else:
+            placement = self._place(partition, request, ranks, matches, now)
         if partition.shares is not None:
             partition.shares.charge(request, placement)
         return placement
 
-    def _free_ranks(self, partition: Partition, request: SelectionRequest) -> int:
+    def free_ranks(self, partition: Partition, request: SelectionRequest) -> int:
+        """Return the ranks that may serve the request. Raises BadRequest, Unavailable, or
+        AllWorkersBusy, which is counted."""
         if request.pinned is not None:
             check_pin(request)
             if request.target is not None:
@@ -298,6 +340,20 @@ class Selector:
         now: float,
     ) -> Placement:
         """Choose among these ranks, and book the choice if `request.books`."""
+        load, placement, ranks = self.choose(partition, request, ranks, matches, now)
+        self.keep(partition, request, ranks, matches, load, placement, now)
+        return placement
+
+    def choose(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: int,
+        matches: MatchSets,
+        now: float,
+    ) -> tuple[RankLoad, Placement, int]:
+        """Choose among these ranks. Return the rank, the answer, and the ranks that were left by a
+        session or a target. Nothing is changed."""
         is_steered = False
         if request.session_id is not None or request.target is not None:
             chosen = steered(partition, request, ranks, now)
@@ -310,6 +366,20 @@ class Selector:
             placement = with_more(
                 partition, request, ranks, matches, (load, placement), now, is_steered
             )
+        return load, placement, ranks
+
+    def keep(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: int,
+        matches: MatchSets,
+        load: RankLoad,
+        placement: Placement,
+        now: float,
+    ) -> None:
+        """Book a choice among `ranks` if `request.books`, and count it. Raises Conflict or
+        BadRequest, with nothing changed."""
         prompt = request.prompt
         decision: Decision | None = None
         watch = self.watch
@@ -340,9 +410,9 @@ class Selector:
             watch.add(decision)
         counts, isl_tokens = load.counts, prompt.isl_tokens
         counts.selections += 1
-        counts.prompt_tokens += isl_tokens
-        counts.overlap_tokens += isl_tokens - placement.effective_prefill_tokens
-        return placement
+        if not request.after_prefill:
+            counts.prompt_tokens += isl_tokens
+            counts.overlap_tokens += isl_tokens - placement.effective_prefill_tokens
 
     def admit_waiting(self, now: float) -> None:
         """End ejections whose time is over, admit queued requests, and fail requests that no worker

@@ -177,6 +177,10 @@ class SelectionRequest(msgspec.Struct, gc=False):
     # Only a rank for the decode is chosen, because a worker that did the prefill was chosen before.
     after_prefill: bool = False
 
+    @property
+    def asks_pair(self) -> bool:
+        return self.disaggregate != NEVER and not self.bars_pair
+
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
     """A prompt's cached tokens: maxima over a worker's ranks. Counts include faster tiers."""
@@ -313,6 +317,14 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     disaggregation: Disaggregated | UnsetType = UNSET  # only if the request asks
 
 
+class PrefillChoice(msgspec.Struct, frozen=True, gc=False):
+    """The rank of a pair that does the prefill, to be booked."""
+
+    worker_id: int
+    dp_rank: int
+    effective_prefill_tokens: int
+
+
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
     """The result of a `/select`, kept so that a later request can book it by its selection id."""
 
@@ -323,6 +335,7 @@ class CachedSelection(msgspec.Struct, frozen=True, gc=False):
     expected_output_tokens: int | None
     track_prefill: bool
     session_id: str | None = None
+    prefill: PrefillChoice | None = None  # of a pair
 
 
 class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
@@ -414,3 +427,5 @@ class Selection(msgspec.Struct, frozen=True, gc=False):
     effective_prefill_tokens: int
     worker_load: WorkerLoad | UnsetType = UNSET
     explain: Explanation | UnsetType = UNSET
+    prefill: PrefillPlacement | UnsetType = UNSET
+    disaggregation: Disaggregated | UnsetType = UNSET

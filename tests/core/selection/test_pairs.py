@@ -1,0 +1,170 @@
+"""Pairs: what each stage costs, when one worker does both, and what is learned of whom."""
+
+from typing import Any
+
+import pytest
+
+from lean_selector.core.errors import AllWorkersBusy
+from lean_selector.core.index.shapes import Tier
+from lean_selector.core.load.shapes import BusyThreshold
+from lean_selector.core.selection.shapes import EXPLANATION, Placement, PrefillPlacement
+from tests.support.driven_selector import DrivenSelector, pack
+
+PROMPT = list(range(1, 11))  # 40 tokens
+
+
+def fleet(*roles: str, **settings: Any) -> DrivenSelector:
+    """Workers 1, 2... of these roles."""
+    driven = DrivenSelector(**settings)
+    for number, role in enumerate(roles, 1):
+        driven.register(number, worker_role=role, total_kv_blocks=100)
+    return driven
+
+
+def hold(driven: DrivenSelector, worker_id: int, blocks: int, tier: Tier = Tier.DEVICE) -> None:
+    names = PROMPT[:blocks]
+    driven.partition.index.store(worker_id, 0, tier, None, names, pack(names))
+
+
+def chosen(driven: DrivenSelector, name: str = "r", **changes: Any) -> Placement:
+    changes.setdefault("disaggregate", "auto")
+    placement = driven.book(name, hashes=PROMPT, isl_tokens=40, **changes)
+    assert isinstance(placement, Placement)
+    return placement
+
+
+def pair_of(placement: Placement) -> tuple[int, int]:
+    assert isinstance(placement.prefill, PrefillPlacement), placement
+    return placement.prefill.worker_id, placement.worker_id
+
+
+def reason(placement: Placement) -> str:
+    return placement.disaggregation.reason  # type: ignore[union-attr]
+
+
+def test_each_stage_has_its_own_cost() -> None:
+    driven = fleet("prefill", "decode", active_request_weight=0.5)
+    driven.reserve("a", (1, 0), hashes=[91, 92, 93], prefill=8)
+    driven.reserve("b", (2, 0), hashes=[94, 95], prefill=16)
+    hold(driven, 1, 3)
+    hold(driven, 2, 4)
+    hold(driven, 2, 1)
+    placement = chosen(driven, disaggregate="always", adds=EXPLANATION)
+    assert pair_of(placement) == (1, 2)
+
+    def cost(explanation: Any) -> Any:
+        return next(rank.cost for rank in explanation.ranks if rank.cost is not None)
+
+    # (8 tokens before + 28 uncached + 12 cached) / 4, less a credit of 3 blocks; and no block
+    assert cost(placement.prefill.explain) == 12.0 - 3.0  # type: ignore[union-attr]
+    # 2 active blocks and 10 new ones, less a credit of 4, and half a block per request; no prefill
+    assert cost(placement.explain) == 2 + 10 - 4 + 0.5
+
+
+@pytest.mark.parametrize(
+    ("held", "most", "local"),
+    [(3, 2048, False), (4, 2048, True), (10, 2048, True), (10, 0, True), (9, 4, False)],
+)
+def test_who_has_most_of_a_prompt_does_both(held: int, most: int, local: bool) -> None:
+    """Blocks of lower tiers count as whole ones."""
+    driven = fleet("prefill", "decode", pd_local_max_tokens=most)
+    hold(driven, 2, held, Tier.HOST_PINNED)
+    placement = chosen(driven)
+    assert (reason(placement), placement.worker_id) == ("cached" if local else "uncached", 2)
+    assert (placement.prefill is not None and hasattr(placement.prefill, "worker_id")) is not local
+    assert chosen(driven, "s", disaggregate="always").effective_prefill_tokens == 0
+
+
+def test_who_is_too_busy_only_decodes() -> None:
+    driven = fleet("prefill", "decode", decode_busy_threshold=0.15)
+    hold(driven, 2, 10)
+    assert reason(chosen(driven)) == "cached"
+    driven.reserve("a", (2, 0), hashes=[91, 92, 93, 94, 95, 96], prefill=None)
+    assert reason(chosen(driven, "s")) == "decode_busy"
+
+
+def test_thresholds_judge_whom_they_concern() -> None:
+    """Those of prefill the ones that prefill, those of decode the ones that decode."""
+    driven = fleet("prefill", "decode", "both")
+    partition = driven.partition
+    for number in (1, 2, 3):
+        driven.reserve(f"t{number}", (number, 0), hashes=[90 + number], prefill=16)
+    for tokens, blocks, busy in ((8, None, {1, 3}), (None, 0.005, {2, 3}), (8, 0.005, {1, 2, 3})):
+        limits = BusyThreshold(active_prefill_tokens=tokens, active_decode_blocks=blocks)
+        partition.set_threshold(limits)
+        masks = {number: partition.workers[number].mask for number in (1, 2, 3)}
+        assert {number for number, mask in masks.items() if partition.busy & mask} == busy
+    driven.remove(3)
+    partition.set_threshold(BusyThreshold(active_prefill_tokens=8))
+    with pytest.raises(AllWorkersBusy):
+        chosen(driven)
+    hold(driven, 2, 10)
+    assert reason(chosen(driven)) == "cached"  # it needs no prefill worker
+    assert partition.shed == {"/select": 1, "/select_and_reserve": 0}
+
+
+def test_a_worker_that_does_both_is_never_a_pair_with_itself() -> None:
+    driven = fleet("both", "decode")
+    for number in range(20):
+        assert pair_of(chosen(driven, f"r{number}", disaggregate="always")) == (1, 2)
+    driven.remove(2)
+    driven.register(3)
+    found = {pair_of(chosen(driven, f"s{n}", disaggregate="always")) for n in range(20)}
+    assert found == {(1, 3), (3, 1)}
+
+
+def test_a_target_without_a_partner_does_both() -> None:
+    from lean_selector.core.selection.shapes import AffinityTarget
+
+    driven = fleet("both", "decode")
+    placement = chosen(driven, disaggregate="always", target=AffinityTarget(1, None))
+    assert (placement.worker_id, reason(placement)) == (1, "no_partner")
+
+
+def test_the_caller_may_bar_a_pair_and_choose_another_to_decode() -> None:
+    driven = fleet("prefill", "decode", "decode")
+    placement = chosen(driven, bars_pair="engine_fields")
+    assert reason(placement) == "engine_fields"
+    assert placement.effective_prefill_tokens == 40
+    other = 5 - placement.worker_id
+    again = chosen(driven, "s", disaggregate="never", after_prefill=True, allowed=[1, other])
+    assert (again.effective_prefill_tokens, again.worker_id) == (0, other)
+    assert driven.loads()["default", "default"][other, 0] == (0, 10, 1)
+    assert driven.selector.pairs == {"engine_fields": 1}
+
+
+def test_without_a_prefill_worker_one_does_all_if_that_is_wanted() -> None:
+    driven = fleet("decode", pd_fallback="local")
+    assert reason(chosen(driven)) == "no_prefill_worker"
+    driven.register(2, worker_role="prefill")
+    barred = chosen(driven, "s", prefill_allowed_worker_ids=frozenset({9}))
+    assert reason(barred) == "prefill_not_allowed"
+    assert driven.loads()["default", "default"][1, 0] == (80, 10, 2)
+
+
+def test_what_is_reported_tells_of_whom_it_concerns() -> None:
+    """The cached tokens and the time are the leg's, though it ended before."""
+    driven = fleet("prefill", "decode")
+    hold(driven, 1, 5)
+    chosen(driven, disaggregate="always")
+    reservations, ranks = driven.selector.reservations, driven.partition.slots.ranks
+    reservations.prefill_complete("r", 1.0, ttft_s=1.0)
+    assert "r#prefill" not in driven.partition.slots.reservations
+    reservations.end("r", "ok", 16, 2.0, prefill_outcome="failed")
+    prefill, decode = ranks[1, 0].counts, ranks[2, 0].counts
+    assert (prefill.compared_tokens, prefill.compared_overlap_tokens) == (16, 20)
+    assert (decode.compared_tokens, decode.cached_tokens) == (0, 0)
+    assert (prefill.failed, prefill.ok, decode.failed, decode.ok) == (1, 0, 0, 1)
+    assert (prefill.prompt_tokens, prefill.overlap_tokens) == (40, 20)
+    assert (decode.selections, decode.prompt_tokens, decode.ttft_count) == (1, 0, 1)
+
+
+def test_both_are_assumed_to_cache_what_was_booked() -> None:
+    """But not the one that failed before its prefill was complete."""
+    for outcome, left in ((None, 10), ("failed", 0)):
+        driven = fleet("prefill", "decode", ttl_s=100.0)
+        chosen(driven, disaggregate="always")
+        index = driven.partition.index
+        assert [index.blocks(n, 0, Tier.DEVICE) for n in (1, 2)] == [10, 10]
+        driven.selector.reservations.end("r", "ok", None, 1.0, prefill_outcome=outcome)
+        assert [index.blocks(n, 0, Tier.DEVICE) for n in (1, 2)] == [left, 10]
