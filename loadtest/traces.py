@@ -20,9 +20,7 @@ def prompt_tokens(line: DecisionLine) -> list[int]:
 def read_trace(
     path: Path, block_size: int, limit: int | None = None
 ) -> Iterator[tuple[float, EngineRequest]]:
-    """Yields (arrival in seconds, request) for the first `limit` lines of a trace, one at a time.
-
-    A trace lacks the tokens of the output, so engines do not cache output. Raises ServiceError."""
+    """Yields (arrival in seconds, request) for the first `limit` lines of a trace."""
     for number, line in enumerate(trace_lines(path, limit), 1):
         tokens = prompt_tokens(line)
         name, output_blocks = f"trace-{number}", line.output_length // block_size

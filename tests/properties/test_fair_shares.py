@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from lean_selector.core.selection import fair_shares
 from lean_selector.core.selection.fair_shares import MAX_IDS, FairLine, FairShares
-from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.queue import Queue, Waiting
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
@@ -207,10 +207,17 @@ def test_who_was_charged_for_output_that_never_came_is_early_again() -> None:
     for who, output in (("a", 1000), ("a", 0), ("c", 300), ("c", 0)):
         played.ask(who, 10, output=output)
     played.end()
+    played.ask("d", 10)
     played.selector.reservations.output_block(played.live[0], None, 0.0)
+    played.end()
+    played.end()
+    played.ask("b", 10)
+    shares = played.partition.shares
+    assert shares is not None
+    assert shares._shares["b"].service == 10 + 2 * BLOCK_SIZE  # the least: that of a
     while any(played.waiting.values()):
         played.end()
-    assert played.order == ["c", "a", "c", "a", "c"]
+    assert played.order == ["c", "a", "c", "d", "a", "b", "c"]
 
 
 def test_an_id_saves_up_nothing_while_it_asks_for_nothing() -> None:
@@ -224,6 +231,81 @@ def test_an_id_saves_up_nothing_while_it_asks_for_nothing() -> None:
     for _ in range(4):
         played.end()
     assert played.order[-4:].count("c") == 2
+
+
+def test_an_id_that_comes_back_keeps_what_it_was_served() -> None:
+    played = Played(1)
+    for who, tokens in (("c", 10), ("a", 100), ("c", 10), ("c", 10), ("c", 10)):
+        played.ask(who, tokens)
+    played.end()
+    played.ask("a", 10)
+    while any(played.waiting.values()):
+        played.end()
+    assert played.order == ["c", "a", "c", "c", "c", "a"]
+
+
+def test_after_a_halving_who_is_served_stands_where_the_others_do() -> None:
+    played = Played(1)
+    for who, tokens in (("c", 10), ("a", 100), ("c", 60), ("c", 50), ("a", 10), ("c", 10)):
+        played.ask(who, tokens)
+    for _ in range(2):
+        played.end()  # a has 100, c has 60
+    shares = played.partition.shares
+    assert shares is not None
+    for now in (1.0, 1.0 + fair_shares.HALF_LIFE_S):
+        shares.settle(now)
+    played.end()
+    played.ask("b", 10)
+    assert shares._shares["b"].service == 50  # the least: that of a
+    while any(played.waiting.values()):
+        played.end()
+    assert played.order[3:] == ["c", "a", "b", "c"]
+
+
+def test_the_least_service_is_found_after_a_halving() -> None:
+    shares = FairShares({}, BLOCK_SIZE)
+    line = FairLine((None, None, frozenset()), shares)
+    one, other = shares.enter(line, "one").share, shares.enter(line, "other").share
+    one.service, other.service = 100.0, 60.0
+    shares.leave(shares.enter(line, "third"))
+    for now in (1.0, 1.0 + fair_shares.HALF_LIFE_S):
+        shares.settle(now)
+    other.service += 50.0
+    assert shares.enter(line, "fourth").share.service == one.service == 50.0
+
+
+def test_what_leaves_takes_its_priority_along() -> None:
+    played = Played(1)
+    played.ask("c", 10)
+    urgent = played.ask("a", 10, strict=1)
+    played.ask("a", 10, strict=-1)
+    played.ask("c", 10)
+    assert urgent is not None
+    played.waiting["a"].remove(urgent.request.reservation_id)
+    urgent.cancel(0.0)
+    while any(played.waiting.values()):
+        played.end()
+    assert played.order == ["c", "c", "a"]
+
+
+def test_who_comes_and_goes_leaves_nothing_behind() -> None:
+    shares = FairShares({}, BLOCK_SIZE)
+    queue = Queue(new_line=shares.new_line)
+
+    def ask(who: str, strict: int = 0) -> Waiting:
+        request = SelectionRequest(prompt_of([], 1), Played(1).selector.terms)
+        request.fairness_id, request.strict_priority = who, strict
+        return queue.add(request, 0.0)
+
+    ask("first", 2)
+    ask("b")
+    for _ in range(100):
+        for who in ("a", "b"):
+            queue.leave(ask(who, 1))
+    (line,) = queue.lines()
+    assert isinstance(line, FairLine)
+    assert len(line._heap) < 50
+    assert len(shares._heap) < 50
 
 
 def services(shares: FairShares) -> dict[str, float]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.errors import TooLate
+from lean_selector.core.errors import TooLate, WaitedTooLong
 from lean_selector.core.load.speeds import WINDOW
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import NEVER
@@ -16,8 +16,12 @@ FIRST, SECOND = (1, 0), (2, 0)
 
 
 class Timer:
+    def __init__(self, timers: list[tuple[float, Callable[[], None]]]) -> None:
+        self._timers, self._timer = timers, timers[-1]
+
     def cancel(self) -> None:
-        pass
+        if self._timer in self._timers:
+            self._timers.remove(self._timer)
 
 
 class Fleet(DrivenSelector):
@@ -36,7 +40,7 @@ class Fleet(DrivenSelector):
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         self.timers.append((delay_s, call))
-        return Timer()
+        return Timer(self.timers)
 
     def teach(self, rank: tuple[int, int], seconds: float, times: int = WINDOW) -> None:
         teach(self.partition, self.partition.slots.ranks[rank], seconds, times)
@@ -83,10 +87,9 @@ def test_the_limit_of_all_waits_holds_beside_a_deadline() -> None:
         fleet.teach(rank, 0.1)
     waiting = fleet.ask(60.0)
     assert sorted(delay_s for delay_s, _ in fleet.timers) == pytest.approx([5.0, 54.0])
-    for _, ring in sorted(fleet.timers, key=lambda timer: timer[0]):
-        ring()
-    assert waiting.answer is not None
-    assert not isinstance(waiting.answer, TooLate)
+    min(fleet.timers)[1]()
+    assert isinstance(waiting.answer, WaitedTooLong)
+    assert fleet.timers == []  # they would keep the prompt
 
 
 @pytest.mark.parametrize(
