@@ -264,7 +264,7 @@ def test_after_a_halving_who_is_served_stands_where_the_others_do() -> None:
 
 def test_the_least_service_is_found_after_a_halving() -> None:
     shares = FairShares({}, BLOCK_SIZE)
-    line = FairLine((None, None, frozenset()), shares)
+    line = FairLine((None, None, frozenset(), "both"), shares)
     one, other = shares.enter(line, "one").share, shares.enter(line, "other").share
     one.service, other.service = 100.0, 60.0
     shares.leave(shares.enter(line, "third"))
