@@ -1,7 +1,7 @@
 """Request bodies of the slot tracker, as typed structs (spec slot_tracker.md 1.2 and 1.3).
 
 Unlike in the selector's bodies, no field may be null. A field with a default may be omitted.
-Unknown fields are ignored. Missing fields are reported in the order of declaration."""
+Unknown fields are ignored."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,62 +22,35 @@ class ScopedBody(msgspec.Struct, kw_only=True):
         return group_of(self.tenant_id, self.routing_group)
 
 
-class RegisterRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /register, which registers a worker with the slot tracker."""
+class WorkerBody(ScopedBody, kw_only=True):
+    """A body that names a worker."""
 
     worker_id: NonNegative
-    model_name: str
-    tenant_id: str | UnsetType = UNSET
-    routing_group: str | UnsetType = UNSET
-    block_size: U32
-    dp_start: U32
-    dp_size: U32
 
     def __post_init__(self) -> None:
         check_u64("worker_id", self.worker_id)
+
+
+class RegisterRequest(WorkerBody, kw_only=True):
+    """The body of POST /register, which registers a worker with the slot tracker."""
+
+    block_size: U32
+    dp_start: U32
+    dp_size: U32
 
     def row(self) -> WorkerRow:
         return WorkerRow(
             self.worker_id,
             self.model_name,
-            group_of(self.tenant_id, self.routing_group),
+            self.group(),
             self.block_size,
             self.dp_start,
             self.dp_size,
         )
 
 
-class UnregisterRequest(msgspec.Struct, kw_only=True):
+class UnregisterRequest(WorkerBody, kw_only=True):
     """The body of POST /unregister, which removes a worker from the slot tracker."""
-
-    worker_id: NonNegative
-    model_name: str
-    tenant_id: str | UnsetType = UNSET
-    routing_group: str | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        check_u64("worker_id", self.worker_id)
-
-    def group(self) -> str:
-        return group_of(self.tenant_id, self.routing_group)
-
-
-class AddRequest(ScopedBody, kw_only=True):
-    """The body of POST /add, which adds a request to a rank's load in the slot tracker."""
-
-    request_id: str
-    worker_id: NonNegative
-    dp_rank: U32
-    sequence_hashes: msgspec.Raw  # signed 64-bit integers
-    new_isl_tokens: NonNegative = 0
-
-    def __post_init__(self) -> None:
-        check_u64("worker_id", self.worker_id)
-        check_u64("new_isl_tokens", self.new_isl_tokens)
-
-    def hashes(self) -> bytes:
-        """Return `sequence_hashes` packed, 8 bytes each. Raises msgspec.ValidationError."""
-        return hashes_from_json("sequence_hashes", self.sequence_hashes)
 
 
 class LifecycleRequest(ScopedBody, kw_only=True):
@@ -89,7 +62,7 @@ class LifecycleRequest(ScopedBody, kw_only=True):
 class PotentialLoadsRequest(ScopedBody, kw_only=True):
     """The body of POST /potential_loads of the slot tracker."""
 
-    sequence_hashes: msgspec.Raw
+    sequence_hashes: msgspec.Raw  # signed 64-bit integers
     new_isl_tokens: NonNegative = 0
 
     def __post_init__(self) -> None:
@@ -98,3 +71,15 @@ class PotentialLoadsRequest(ScopedBody, kw_only=True):
     def hashes(self) -> bytes:
         """Return `sequence_hashes` packed, 8 bytes each. Raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)
+
+
+class AddRequest(PotentialLoadsRequest, kw_only=True):
+    """The body of POST /add, which adds a request to a rank's load in the slot tracker."""
+
+    request_id: str
+    worker_id: NonNegative
+    dp_rank: U32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_u64("worker_id", self.worker_id)
