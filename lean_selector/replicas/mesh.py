@@ -285,25 +285,21 @@ class ReplicaSync:
         return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> None:
-        if frames[0] == HEARTBEAT_TOPIC:
-            self._receive_heartbeat(frames, now)
-            return
-        self.received += 1
-        if frames[0] == SESSION_TOPIC and self._on_session is not None:
-            self._receive_session(self._on_session, frames, now)
-            return
         try:
-            event = decode_event(payload_of(frames))
-        except UndecodableFrames as error:
-            self._refuse(error, now)
-        else:
-            self._receive(event, now)
-
-    def _refuse(self, error: UndecodableFrames, now: float) -> None:
-        if isinstance(error, TooBig):
+            if frames[0] == HEARTBEAT_TOPIC:
+                beat = decode_heartbeat(frames)
+                self._count(self.heard.heartbeat, beat.router_id, beat.lean_sequence, now)
+                return
+            self.received += 1
+            if frames[0] == SESSION_TOPIC and self._on_session is not None:
+                session = decode_session(frames)
+                self._warnings.judge(session, self._on_session(session, now), now)
+            else:
+                self._receive(decode_event(payload_of(frames)), now)
+        except TooBig as too_big:
             self.too_big += 1
-            self._warnings.warn(now, "too big", str(error))
-        else:
+            self._warnings.warn(now, "too big", str(too_big))
+        except UndecodableFrames as error:
             self.undecodable += 1
             self._warnings.warn(now, "undecodable", str(error))
 
@@ -314,38 +310,17 @@ class ReplicaSync:
             log.exception("replica event failed: %s", name_of(event))
         else:
             self._warnings.judge(event, verdict, now)
-        if event.sequence is not None and event.router_id != self._router_id:
-            missed = self.heard.event(event.router_id, event.sequence, now)
-            if missed:
-                self._log_missed(event.router_id, missed, now)
+        if event.sequence is not None:
+            self._count(self.heard.event, event.router_id, event.sequence, now)
 
-    def _receive_session(
-        self,
-        on_session: Callable[[SessionEvent, float], SessionVerdict],
-        frames: list[bytes],
-        now: float,
+    def _count(
+        self, count: Callable[[int, int, float], int], router_id: int, sequence: int, now: float
     ) -> None:
-        try:
-            event = decode_session(frames)
-        except UndecodableFrames as error:
-            self._refuse(error, now)
-            return
-        self._warnings.judge(event, on_session(event, now), now)
-
-    def _receive_heartbeat(self, frames: list[bytes], now: float) -> None:
-        try:
-            beat = decode_heartbeat(frames)
-        except UndecodableFrames as error:
-            self._refuse(error, now)
-            return
-        if beat.router_id != self._router_id:
-            missed = self.heard.heartbeat(beat.router_id, beat.lean_sequence, now)
-            if missed:
-                self._log_missed(beat.router_id, missed, now)
-
-    def _log_missed(self, router_id: int, missed: int, now: float) -> None:
-        self._warnings.warn(now, "never arrived", f"{missed} from router {router_id}", missed)
-        self._on_missed()
+        """Record the number of a peer's event or heartbeat, and log how many never arrived."""
+        missed = 0 if router_id == self._router_id else count(router_id, sequence, now)
+        if missed:
+            self._warnings.warn(now, "never arrived", f"{missed} from router {router_id}", missed)
+            self._on_missed()
 
 
 def _check(endpoint: str) -> None:
