@@ -1,14 +1,18 @@
 """`KvListener` subscribes to one rank's KV events; `KvReplay` requests missed batches of events.
 
 A replay has its own connection (a `Link`). `KvReplay` reads replies up to the end marker, the
-timeout or a size limit, and passes each batch to `on_reply`. Spec: indexer.md 1.5."""
+timeout or a size limit, and passes each batch to `on_reply`. Spec: indexer.md 1.1, 1.2, 1.5."""
 
 import asyncio
 import logging
 import random
+import struct
 import time
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Final
+
+import zmq
 
 from lean_selector.core.index.kv_cursor import (
     LATE_FIRST_SEQ,
@@ -20,19 +24,37 @@ from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Watermark
 from lean_selector.events.batch_work import BatchWork
 from lean_selector.events.ingest_turns import IngestTurns
-from lean_selector.events.kv_sockets import live_frames, open_live, open_replay, replay_frames
 from lean_selector.events.source_watch import GRACE_S, SourceWatch, condition
-from lean_selector.links.link import LinkState
+from lean_selector.links.link import Link, LinkState
 from lean_selector.links.links import Links
 from lean_selector.tasks import supervise
+from lean_selector.wire.kv_events import MAX_BATCH_BYTES
 from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
 
+_SEQ: Final = struct.Struct(">Q")
 # Engines answer a replay between batches, about every 0.1 s (vLLM).
 REPLAY_IDLE_S = 1.5
 # A slow replay is ended, because live batches wait meanwhile. To read a full buffer takes seconds.
 REPLAY_LIMIT_S = 60.0
 # A source yields to the next one after this many messages.
 MESSAGES_PER_TURN = 64
+
+
+def live_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
+    """Return (sequence number, payload) of a published message `[topic, u64 BE, payload]`; None for
+    any other shape."""
+    if len(frames) != 3 or len(frames[1]) != _SEQ.size:
+        return None
+    return _SEQ.unpack(frames[1])[0], frames[2]
+
+
+def replay_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
+    """Return (sequence number, payload) of a reply from an engine's replay endpoint; None for other
+    shapes. The last reply has an empty payload. Newer engines put a topic before the sequence
+    number: `["", topic, sequence number, payload]`."""
+    if len(frames) < 2 or len(frames[-2]) != _SEQ.size:
+        return None
+    return _SEQ.unpack(frames[-2])[0], frames[-1]
 
 
 class ReplayEnd(Enum):
@@ -63,7 +85,18 @@ class KvReplay:
         self._on_reply = on_reply
         self._has_ended = False
         self.has_answered = False
-        self.link = open_replay(links, endpoint, start, self._news.set)
+        request = [b"", _SEQ.pack(start)]
+        # If too many received bytes wait, it ends, and the rest must be requested again.
+        self.link = Link(
+            links,
+            endpoint,
+            zmq.DEALER,
+            lambda socket: socket.send_multipart(request, zmq.NOBLOCK),
+            self._news.set,
+            self._news.set,
+            max_message_bytes=MAX_BATCH_BYTES,
+            once=True,
+        )
 
     async def run(self, idle_s: float) -> ReplayEnd:
         """Send the request, and handle the replies up to the last one. Give up if no reply comes
@@ -163,7 +196,15 @@ class KvListener:
         self._retry_first_s = retry_first_s
         self._held = links.waiting.backlog(self._shed_held)
         # Used from start() to close().
-        self._live = open_live(links, endpoint, self._wake, self._note_link)
+        self._live = Link(
+            links,
+            endpoint,
+            zmq.SUB,
+            lambda socket: socket.setsockopt(zmq.SUBSCRIBE, b""),
+            self._wake,
+            self._note_link,
+            max_message_bytes=MAX_BATCH_BYTES,
+        )
         self._is_draining = False  # a drain of live messages is queued or running
         # Set while batches are missing that a replay may bring.
         self._replaying: asyncio.Task[None] | None = None

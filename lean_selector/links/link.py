@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from lean_selector.links.curve_keys import CurveClient
 
 Message = list[bytes]  # the frames of a message
-Opening = Callable[["zmq.Socket[bytes]"], None]
+Opening = Callable[["zmq.Socket[bytes]"], object]
 
 # Pauses between our own attempts. A restarted engine is found within 5 s, whatever listened at the
 # engine's address before.

@@ -11,8 +11,7 @@ from lean_selector.api.judgements import Level, subject_of
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.discovery.particulars import Particulars
 from lean_selector.events.ingest_turns import IngestTurns
-from lean_selector.events.kv_listener import KvReplay, ReplayEnd
-from lean_selector.events.kv_sockets import replay_frames
+from lean_selector.events.kv_listener import KvReplay, ReplayEnd, replay_frames
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.links.link import HTTP, first_bytes_at, is_greeting, why_unreachable
 from lean_selector.links.links import Links
