@@ -4,6 +4,11 @@ local SELECTOR = os.getenv("LEAN_SELECTOR")
 local TOKEN = os.getenv("LEAN_SELECTOR_TOKEN") -- none: nothing is sent
 local BACKEND = "workers"
 local TIMEOUT_MS = 3000
+local OF_PREFILL = {
+    prefiller = "x-prefiller-host-port",
+    prefill_rank = "x-prefill-data-parallel-rank",
+    prefill_worker = "x-prefill-worker-id",
+}
 
 -- The servers of the backend, by the address and port that the selector names.
 local names
@@ -52,6 +57,13 @@ local function route(txn)
         txn:set_var("txn.lean_server", name)
         txn:set_var("txn.lean_worker", first(answer.headers, "x-worker-id"))
         txn:set_var("txn.lean_rank", first(answer.headers, "x-data-parallel-rank"))
+        -- With a pair of workers: who prefills.
+        for name, header in pairs(OF_PREFILL) do
+            local value = first(answer.headers, header)
+            if value then
+                txn:set_var("txn.lean_" .. name, value)
+            end
+        end
     elseif answer.status == 429 or answer.status == 400 or answer.status == 413 then
         -- Shed (come back in a second), or a request that no worker would take either.
         local said = { ["content-type"] = { "application/json" } }

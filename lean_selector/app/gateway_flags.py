@@ -1,6 +1,7 @@
 """The flags of `lean-selector gateway`: its own flags and the selector's flags."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import ClassVar, Final, Literal
@@ -89,6 +90,9 @@ class GatewayFlags:
     """The gateway
 
     workers: URLs of the workers, http://HOST:PORT or http://HOST:PORT/v1
+    prefill: URL of a worker that only prefills; may be repeated. Long prompts then get a pair of
+      workers, one for the prefill and one for the decode
+    decode: URL of a worker that only decodes; may be repeated
     selector_port: HTTP port of the selector's own API and of the metrics; 0: any free port
     silence_s: fail a request if its worker sends nothing for this long
     pass_through: which requests are passed to workers besides inference requests, model lists,
@@ -101,12 +105,30 @@ class GatewayFlags:
     """
 
     workers: list[str] = flag([], "workers", each=_url, common=True)
+    prefill: list[str] = flag([], "--prefill", each=_url)
+    decode: list[str] = flag([], "--decode", each=_url)
     selector_port: int = flag(8092, "--selector-port", ge=0, le=65535, common=True)
     pass_through: Literal["openai", "all", "none"] = flag("openai", "--pass-through")
     silence_s: float = flag(600.0, "--worker-silence-secs", ge=0.001)
     request_timeout_s: float | None = flag(None, "--request-timeout-secs", ge=0.001)
     max_body_mb: int = flag(64, "--max-body-mb", ge=1, le=4096)
     otlp_endpoint: str | None = flag(None, "--otlp-endpoint", each=_collector)
+
+    def __post_init__(self) -> None:
+        twice = [url for url, n in Counter(self.named).items() if n > 1]
+        if twice and (self.prefill or self.decode):
+            raise ValueError(f"`{twice[0]}` is given twice: each worker has one role")
+
+    @property
+    def named(self) -> list[str]:
+        """Return the URLs of all workers."""
+        return [*self.workers, *self.prefill, *self.decode]
+
+    @property
+    def targets(self) -> list[str]:
+        """Return the workers as targets of --discover."""
+        roles = ("", self.workers), ("#prefill", self.prefill), ("#decode", self.decode)
+        return [f"url:{url}{role}" for role, urls in roles for url in dict.fromkeys(urls)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +143,8 @@ class GatewayConfig(SelectorConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.endpoints.check("", self.gateway.workers)
-        if not self.gateway.workers and not self.discover.targets:
+        self.endpoints.check("", self.gateway.named)
+        if not self.gateway.named and not self.discover.targets:
             raise ValueError("expected workers: lean-selector gateway http://HOST:PORT ...")
 
     @property
@@ -139,7 +161,7 @@ class GatewayConfig(SelectorConfig):
     def selector(self) -> SelectorConfig:
         """Return the configuration of the gateway's own selector, which has its own port."""
         gateway, discover = self.gateway, self.discover
-        targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
+        targets = [*discover.targets, *gateway.targets]
         discover = replace(
             discover,
             targets=list(dict.fromkeys(targets)),
@@ -157,5 +179,6 @@ class GatewayConfig(SelectorConfig):
             "router": router,
             "prompts": PromptsFlags(),
             "needs_kv_events": False,
+            "asks_pairs": bool(gateway.prefill),
         }
         return SelectorConfig(**groups | changed)

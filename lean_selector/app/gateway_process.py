@@ -57,7 +57,7 @@ class Front(Part):
         core, flags = parts.core, config.gateway
         credentials = credentials_of(config.engines)
         client = OutboundClient(core.resolve, credentials, core.allowed)
-        self._fleet = GatewayFleet(core.selector.catalog, flags.workers)
+        self._fleet = GatewayFleet(core.selector.catalog, flags.named, flags.prefill)
         self._prompts = prompts_of(config.prompt_settings, self._fleet, client)
         self._rotation = Rotation(config.settings.ejection, time.monotonic())
         self._rotation.follow(self._fleet)

@@ -22,6 +22,11 @@ from lean_selector.gateway.proxied_request import ProxiedRequest
 _CLOSING_MS: Final = 2_000  # time for pending spans at exit
 
 
+def _server(url: str) -> dict[str, Any]:
+    address, _, port = url.partition("://")[2].rpartition(":")
+    return {"server.address": address, "server.port": int(port)}
+
+
 class OtlpSpans:
     """Traces requests as OTLP spans. `close` blocks; call other methods on the loop's thread."""
 
@@ -61,10 +66,17 @@ class OtlpSpans:
         if routed is not None:
             told["gen_ai.request.model"] = routed.model_name
         if use is not None:
-            address, _, port = use.endpoint.text.partition("://")[2].rpartition(":")
-            told |= {"server.address": address, "server.port": int(port)}
+            told |= _server(use.endpoint.text)
             if use.overlap_tokens is not None:
                 told["lean_selector.overlap_tokens"] = use.overlap_tokens
+        if proxied.pair_reason:
+            told["lean_selector.pd"] = proxied.pair_reason
+        for name, url, begin_s, end_s in proxied.legs:
+            above = trace.set_span_in_context(span)
+            at = [began + round(seconds * 1e9) for seconds in (begin_s, end_s)]
+            leg = self._tracer.start_span(name, above, trace.SpanKind.CLIENT, start_time=at[0])
+            leg.set_attributes(_server(url))
+            leg.end(at[1])
         if proxied.tried:
             told["lean_selector.tried"] = len(proxied.tried)
         if timing is not None and timing.lengths is not None:

@@ -353,8 +353,8 @@ class IndexFlags:
 class DiscoverFlags:
     """Discovery of workers
 
-    targets: find workers at file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or url:URL; may
-      be repeated
+    targets: find workers at file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or
+      url:URL[#ROLE]; may be repeated
     defaults: JSON object with registration fields, events_port and replay_port for found workers;
       a value is used if neither the discovery nor the engine reports that field
     refresh_s: interval at which found engines are checked for changes
@@ -528,6 +528,7 @@ class SelectorConfig(ServiceConfig):
     page: PageFlags
     ignored: IgnoredFlags = field(compare=False)
     needs_kv_events: bool = True  # False: a worker without KV events is chosen by load alone
+    asks_pairs: bool = False  # raw requests ask for a pair, whatever workers are registered
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -573,6 +574,7 @@ class SelectorConfig(ServiceConfig):
             RouterSettings,
             *(router, self.queue, self.reservations, dialect),
             needs_kv_events=self.needs_kv_events,
+            asks_pairs=self.asks_pairs,
             prefill_load_scale=scale,
             overlap_score_credit=credit,
             ttl_s=ttl_s,

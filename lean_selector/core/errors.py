@@ -9,6 +9,7 @@
         WaitedTooLong     the request was queued for too long
         NoWorkers         the model has no schedulable worker
       TooLate        504  the request waits, and cannot have its first token in time
+        NoPrefillWorker   a pair of workers was asked for, and none can do the prefill
 
 Each class has its HTTP status. A method that raises an error has changed nothing. Messages are part
 of the API (spec: selection.md and slot_tracker.md)."""
@@ -88,6 +89,14 @@ class NoWorkers(Unavailable):
         self.is_missing = is_missing
         self.known_models = known_models
         self.other_tenants = other_tenants
+
+
+class NoPrefillWorker(Unavailable):
+    """A pair of workers was asked for, and no worker can do the prefill. `reason` is one word."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"no usable prefill worker: {reason}")
+        self.reason = reason
 
 
 class UnknownModel(NotFound):

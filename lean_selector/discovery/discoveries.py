@@ -101,7 +101,8 @@ class Discoveries(Part):
 
             async def once() -> None:
                 sighting.found(1)
-                on_found(Found((Particulars(endpoint=endpoint_key(target.name)),)))
+                endpoint = endpoint_key(target.name)
+                on_found(Found((Particulars(endpoint=endpoint, worker_role=target.role),)))
 
             return once
         if target.kind == "file":

@@ -30,9 +30,10 @@ class Target(msgspec.Struct, frozen=True):
     namespace: str = ""
     port: str | None = None  # for dns and kubernetes
     is_secure: bool = False
+    role: WorkerRole | None = None  # for url
 
 
-_FORMS: Final = "file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or url:URL"
+_FORMS: Final = "file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or url:URL[#ROLE]"
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\.?")
 # Names of namespaces, services and ports.
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -46,10 +47,11 @@ def target_of(text: str) -> Target:
     if kind == "file":
         return Target(text, "file", rest)
     if kind == "url":
-        endpoint_url(rest)
-        if "?" in rest or "#" in rest:
+        url, has_role, role = rest.partition("#")
+        endpoint_url(url)
+        if "?" in url:
             raise ValueError(f"`{text}`: expected a URL without a query")
-        return Target(text, "url", rest)
+        return Target(text, "url", url, role=role_of(role if has_role else None))
     if kind == "dns":
         return _dns(text, rest)
     if kind == "kubernetes":

@@ -190,6 +190,8 @@ class Ended(NamedTuple):
     outcome: str | None  # of the first worker: refused, failed or ok
     ttft_s: float | None = None  # time to the first token
     was_served: bool = True  # False: the first worker computed nothing
+    prefill_worker_id: int | None = None  # of a pair
+    prefill_outcome: str | None = None
 
 
 class BadLine(ValueError):
@@ -212,17 +214,31 @@ def ended_of(line: bytes) -> Ended:
     if reservation_id is not None and len(reservation_id) > LONGEST_ID:
         raise BadLine(f"its reservation is longer than {LONGEST_ID} characters")
     worker_id = _number(fields, "worker", U64_MAX)
-    text = fields.get("status")
-    if text is not None and _STATUS.fullmatch(text) is None:
-        raise BadLine("its status is none")
+    text, status = fields.get("status"), _status(fields, "status")
     try:
-        outcome = outcome_of(fields, None if text is None else int(text))
+        outcome = outcome_of(fields, status)
     except ValueError as error:
         raise BadLine(str(error)) from None
     rank = _number(fields, "rank", 2**32 - 1)
     first = _LIST.split(fields.get("upstream", text or ""))[0]
     was_served = outcome not in (FAILED, REFUSED) and first not in _NOT_FREE
-    return Ended(reservation_id, worker_id, rank, outcome, _ttft_s(fields), was_served)
+    return Ended(
+        reservation_id,
+        worker_id,
+        rank,
+        outcome,
+        _ttft_s(fields),
+        was_served,
+        _number(fields, "prefill_worker", U64_MAX),
+        _of_status(_status(fields, "prefill_status")),
+    )
+
+
+def _status(fields: dict[str, str], name: str) -> int | None:
+    text = fields.get(name)
+    if text is not None and _STATUS.fullmatch(text) is None:
+        raise BadLine(f"its {name} is none")
+    return None if text is None else int(text)
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
@@ -331,13 +347,20 @@ class LogEnds:
             except NotFound:
                 self.results[EARLY] += 1
                 self._remember(ended.reservation_id, now)
-        if ended.worker_id is not None and ended.outcome is not None:
-            # A refused connection counts for the whole worker.
-            dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
-            try:
-                self.record_outcome(ended.worker_id, dp_rank, ended.outcome, now)
-            except NotFound:
-                self.unknown_workers += 1
+        # A refused connection counts for the whole worker.
+        dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
+        self._judge(ended.worker_id, dp_rank, ended.outcome, now)
+        self._judge(ended.prefill_worker_id, None, ended.prefill_outcome, now)
+
+    def _judge(
+        self, worker_id: int | None, dp_rank: int | None, outcome: str | None, now: float
+    ) -> None:
+        if worker_id is None or outcome is None:
+            return
+        try:
+            self.record_outcome(worker_id, dp_rank, outcome, now)
+        except NotFound:
+            self.unknown_workers += 1
 
     def refuse(self, host: str) -> None:
         """Counts a datagram from a sender that is not allowed."""

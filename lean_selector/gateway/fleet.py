@@ -5,6 +5,7 @@ from typing import Final
 
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.shapes import PREFILL
 from lean_selector.gateway.prompt_shapes import Served
 from lean_selector.http.urls import endpoint_url
 
@@ -27,16 +28,19 @@ def _base(endpoint: str | None) -> str | None:
 class GatewayFleet:
     """The workers in the catalog of a selector in this process, and those on the command line."""
 
-    def __init__(self, catalog: Catalog, named: Sequence[str] = ()) -> None:
-        """`named`: the endpoints on the command line."""
+    def __init__(
+        self, catalog: Catalog, named: Sequence[str] = (), prefill: Sequence[str] = ()
+    ) -> None:
+        """`named`: the endpoints on the command line, of which those in `prefill` only prefill."""
         self._catalog: Final = catalog
         self._named = [base_of(each) for each in named]
+        self._prefill = frozenset(map(base_of, prefill))
         self._revision = -1
         self._served: dict[tuple[str, str], Served] = {}  # by model and tenant
         self._models: dict[str, set[str]] = {}  # by base URL
         self._ids: dict[str, set[int]] = {}
         self._ready: set[str] = set()  # base URLs of schedulable workers
-        self._working: set[str] = set()  # and of those that are not draining
+        self._working: set[str] = set()  # and of those that take requests of any kind
 
     @property
     def revision(self) -> int:
@@ -68,10 +72,11 @@ class GatewayFleet:
         self._update()
         return list(dict.fromkeys((*self._named, *self._models)))
 
-    def draining(self) -> frozenset[str]:
-        """Return the base URLs at which all workers are draining."""
+    def barred(self) -> frozenset[str]:
+        """Return the base URLs at which all workers are draining, or only prefill."""
         self._update()
-        return frozenset(self._models.keys() - self._working)
+        known = self._models.keys()
+        return frozenset((self._prefill - known) | (known - self._working))
 
     def ejected(self) -> frozenset[str]:
         """Return the base URLs of the workers that were ejected because of failures."""
@@ -139,7 +144,7 @@ class GatewayFleet:
             self._ids.setdefault(base, set()).add(worker.spec.worker_id)
             if not worker.reasons:
                 self._ready.add(base)
-            if not worker.is_draining:
+            if not worker.is_draining and worker.spec.worker_role != PREFILL:
                 self._working.add(base)
 
 

@@ -76,10 +76,11 @@ class GenAiMetrics:
     """Histograms of durations and token counts of complete answers with status 200."""
 
     def __init__(self) -> None:
-        self._series: dict[tuple[bytes, str, str], _Series] = {}  # by path, model and base URL
+        # By operation (several paths may have one), model and base URL
+        self._series: dict[tuple[tuple[str, str], str, str], _Series] = {}
 
     def add(self, path: bytes, model: str, worker: Upstream, timing: Timing) -> None:
-        key = path, model, worker.text
+        key = operation_of(path), model, worker.text
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series()
@@ -95,8 +96,7 @@ class GenAiMetrics:
 
     def _rows(self, name: str) -> list[tuple[str, tuple[float, ...], list[int], float]]:
         rows = []
-        for (path, model, worker), series in self._series.items():
-            operation, provider = operation_of(path)
+        for ((operation, provider), model, worker), series in self._series.items():
             address, _, port = worker.partition("://")[2].rpartition(":")
             told = {
                 "gen_ai_operation_name": operation,

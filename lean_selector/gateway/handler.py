@@ -197,6 +197,10 @@ class GatewayHandler:
                 if proxied.why_unknown is not None:
                     fields["prompt"] = proxied.why_unknown.why.value
                     fields["prompt_detail"] = proxied.why_unknown.text[:MOST_DETAIL_CHARACTERS]
+        if proxied.pair_reason:
+            fields["pd"] = proxied.pair_reason
+        if proxied.leg is not None:
+            fields["prefill_worker"] = proxied.leg.endpoint.text
         if proxied.routed is not None:
             fields["model"] = proxied.routed.model_name
         timing = proxied.timing

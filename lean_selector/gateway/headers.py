@@ -12,8 +12,11 @@ from math import ceil
 from time import monotonic
 from typing import Final
 
+from msgspec import UnsetType
+
 from lean_selector.api.access import AccessTokens
 from lean_selector.core.errors import BadRequest
+from lean_selector.core.selection.shapes import Disaggregated
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.response import encode_response
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
@@ -25,8 +28,8 @@ _HOP: Final = (
 # Without and with `accept-encoding`
 _NOT_TO_WORKER: Final = tuple(
     re.compile(
-        rb"\r\n(?:" + _HOP + rb"|host|expect|content-length|x-request-id|x-data-parallel-rank%b)"
-        rb"[ \t]*:[^\r]*+(?=\r\n|\Z)" % more,
+        rb"\r\n(?:" + _HOP + rb"|host|expect|content-length|x-request-id|x-data-parallel-rank|"
+        rb"x-prefill[^:\r]*+%b)[ \t]*:[^\r]*+(?=\r\n|\Z)" % more,
         re.IGNORECASE,
     )
     for more in (b"", b"|accept-encoding")
@@ -208,6 +211,16 @@ def retry_after(wait_s: float) -> bytes:
 def id_line(request_id: bytes) -> bytes:
     """Return the header line with the request id, which every answer has."""
     return b"x-request-id: %b\r\n" % request_id
+
+
+def pair_line(told: Disaggregated | UnsetType) -> bytes:
+    """Return the header line that says whether a pair of workers serves a request, and why; empty
+    if nobody asked for a pair."""
+    return b"" if isinstance(told, UnsetType) else b"x-lean-pd: %b\r\n" % pair_text(told).encode()
+
+
+def pair_text(told: Disaggregated) -> str:
+    return f"{'pair' if told.used else 'local'}; {told.reason}"
 
 
 def refusal(status: int, message: str, code: str | None = None, extra: bytes = b"") -> bytes:

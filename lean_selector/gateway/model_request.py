@@ -70,6 +70,8 @@ ENGINE_FIELDS: Final = frozenset({
 })  # fmt: skip
 # Fields of /v1/responses which say that the engine has stored a part of the prompt
 _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
+# One of these may be why no pair of workers can serve a request.
+_BARRING: Final = frozenset({"prompt_logprobs", "use_beam_search"})
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
@@ -178,12 +180,14 @@ class ModelRequest:
             return "no_output"
         if self.why_not is SEVERAL:  # the params are those of the first
             return "several_prompts"
+        if self.kind == Kind.NONE:
+            return "form"
+        if self.kind != Kind.RESPONSES and _BARRING.isdisjoint(self.fields):
+            return ""
         if self.has("prompt_logprobs"):  # the decode worker computes the prompt anew
             return "prompt_logprobs"
         if self.flag("use_beam_search", False):
             return "beam_search"
-        if self.kind == Kind.NONE:
-            return "form"
         if self.kind == Kind.RESPONSES and (
             self.flag("background", False) or any(map(self.has, _KEPT_BY_ENGINE))
         ):

@@ -20,6 +20,7 @@ from lean_selector.api.exposition import RouteMeter
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
+    NoPrefillWorker,
     NotFound,
     SelectorError,
     TooLate,
@@ -28,14 +29,29 @@ from lean_selector.core.errors import (
 )
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.reservations import leg_of
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
+from lean_selector.core.selection.shapes import (
+    GATEWAY,
+    NEVER,
+    PREFILL,
+    Disaggregated,
+    Placement,
+    PrefillPlacement,
+    SelectionRequest,
+)
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts
-from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, retry_after, session_of
+from lean_selector.gateway.headers import (
+    RETRY_AFTER,
+    QueueHeaders,
+    pair_text,
+    retry_after,
+    session_of,
+)
 from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
-from lean_selector.gateway.prompts import Prompts, Routed
+from lean_selector.gateway.prompts import NO_PARAMS, Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation, WorkerUse
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
@@ -65,6 +81,15 @@ class NotChosen(Exception):
         self.why = why
 
 
+class NoPair(NotChosen):
+    """No pair of workers can serve the request, and one worker alone must not. `message` is for the
+    client."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("no_pair")
+        self.message = message
+
+
 class Shed(Exception):
     """All workers are busy. `line` is the header line `retry-after` for the client."""
 
@@ -90,13 +115,20 @@ class Chooser:
         self.meter = RouteMeter("POST", self.asked_at)
 
     def choose(
-        self, routed: Routed, reservation_id: str, avoided: frozenset[int]
+        self,
+        routed: Routed,
+        reservation_id: str,
+        avoided: frozenset[int],
+        doubted: frozenset[int] = _NOBODY,
+        leg: WorkerUse | None = None,
     ) -> Steps[WorkerUse]:
-        """Chooses and reserves a worker that is not in `avoided`. Raises NotChosen, Shed and
-        TooLate. A cancelled call reserves nothing."""
+        """Chooses and reserves a worker, or a pair, that is not in `avoided`, and in `doubted` only
+        if there is no other. With `leg`, the use of a prefill worker that has answered, chooses
+        only a decode worker. Raises NotChosen, NoPair, Shed and TooLate. A cancelled call reserves
+        nothing."""
         started, status = perf_counter(), 499
         try:
-            use = yield from self._choose(routed, reservation_id, avoided)
+            use = yield from self._choose(routed, reservation_id, avoided, doubted, leg)
             status = 200
             return use
         except NotChosen:
@@ -113,6 +145,8 @@ class Chooser:
         except SelectorError as error:
             status = error.status
             self.meter.refused(error)
+            if isinstance(error, NoPrefillWorker) or (status == 503 and self.needs_pair(routed)):
+                raise NoPair(error.message) from None
             raise NotChosen("no_worker" if status == 503 else "refused") from None
         finally:
             self.meter.add(perf_counter() - started, b"%d" % status)
@@ -132,8 +166,19 @@ class Chooser:
         self.meter.refused(error)
         self.meter.add(0.0, b"503")
 
+    def needs_pair(self, routed: Routed | None) -> bool:
+        """Whether a request must not be sent to just any worker; None: its model is unknown."""
+        settings = self.selector.settings
+        needs = settings.asks_pairs and settings.pd_fallback == "refuse"
+        return needs and (routed is None or not routed.bars_pair)
+
     def _choose(
-        self, routed: Routed, reservation_id: str, avoided: frozenset[int]
+        self,
+        routed: Routed,
+        reservation_id: str,
+        avoided: frozenset[int],
+        doubted: frozenset[int],
+        leg: WorkerUse | None,
     ) -> Steps[WorkerUse]:
         selector = self.selector
         partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
@@ -149,26 +194,72 @@ class Chooser:
         warming = _NOBODY
         if partition.health.returned and not is_bound:
             warming = self._warming(partition, monotonic())
-        request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided, warming)
+        disaggregate = selector.pairs_asked(partition)
+        if disaggregate != NEVER:
+            self._ask_for_pair(partition, routed, request, avoided, warming | doubted)
+            request.disaggregate = disaggregate
+            if leg is not None and leg.worker_id is not None:
+                request.after_prefill, avoided = True, avoided | {leg.worker_id}
+        request.allowed_worker_ids = _allowed(
+            partition, routed.worker_ids, avoided, warming | doubted
+        )
         if sessions is not None and (sessions.is_soft or not avoided):
             request.session_id = routed.session_id
         placement = yield from self._placed(partition, request)
         try:
-            endpoint = self.rotation.endpoint(placement.endpoint)
+            use = self._use(partition, reservation_id, routed, placement)
+            if disaggregate != NEVER:
+                if isinstance(placement.prefill, PrefillPlacement):
+                    leg_id = leg_of(reservation_id)
+                    leg = use.leg = self._use(partition, leg_id, routed, placement.prefill)
+                if leg is not None:  # it prefills nothing
+                    use.overlap_tokens = placement.overlap.longest_matched
+                if isinstance(placement.disaggregation, Disaggregated):
+                    use.pair_reason = pair_text(placement.disaggregation)
         except ValueError:
             selector.reservations.free(reservation_id, monotonic(), was_served=False)
             raise NotChosen("no_url") from None
         selector.reservations.expect_output(reservation_id, routed.output_tokens, monotonic())
-        rank = partition.slots.ranks.get((placement.worker_id, placement.dp_rank))
-        worker = partition.workers.get(placement.worker_id)
+        return use
+
+    def _ask_for_pair(
+        self,
+        partition: Partition,
+        routed: Routed,
+        request: SelectionRequest,
+        avoided: frozenset[int],
+        doubted: frozenset[int],
+    ) -> None:
+        """Asks for a pair, if the request can have one. Raises NoPair."""
+        if routed.bars_pair == NO_PARAMS and self.selector.settings.pd_fallback != "local":
+            raise NoPair("the prefill worker's answer had no kv_transfer_params")
+        request.bars_pair = routed.bars_pair
+        allowed = routed.worker_ids
+        if avoided or doubted:
+            left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
+            serving = partition.everyone & ~partition.draining
+            usable = partition.ranks_of(left - doubted) & partition.usable(serving, PREFILL)
+            allowed = left - doubted if usable else left
+        request.prefill_allowed_worker_ids = allowed
+
+    def _use(
+        self,
+        partition: Partition,
+        reservation_id: str,
+        routed: Routed,
+        placed: Placement | PrefillPlacement,
+    ) -> "_Reservation":
+        """Return the use of a rank that was reserved. Raises ValueError if it has no URL."""
+        key = placed.worker_id, placed.dp_rank
+        rank, worker = partition.slots.ranks.get(key), partition.workers.get(placed.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
         use = _Reservation(
-            selector,
+            self.selector,
             reservation_id,
-            endpoint,
-            placement.worker_id,
-            placement.dp_rank if has_ranks else None,
-            routed.prompt.isl_tokens - placement.effective_prefill_tokens,
+            self.rotation.endpoint(placed.endpoint),
+            placed.worker_id,
+            placed.dp_rank if has_ranks else None,
+            routed.prompt.isl_tokens - placed.effective_prefill_tokens,
             routed.prompt.known_blocks * partition.block_size,
         )
         if rank is not None:
@@ -343,6 +434,12 @@ class Placing:
             except TooLate as late:
                 proxied.fail(late.status, late.message, "timeout")
                 return
+            except NoPair as error:
+                if proxied.why:
+                    proxied.fail(502, f"{none_served}; {error.message}", "bad_gateway")
+                else:
+                    proxied.fail(503, error.message, "no_pair", RETRY_AFTER)
+                return
             if use is None:
                 if proxied.why and proxied.unknown:  # a worker that comes may serve it
                     proxied.fail(503, proxied.unknown, "model_not_known_yet", RETRY_AFTER)
@@ -351,15 +448,18 @@ class Placing:
                 else:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
-            routed = proxied.routed
-            if use.misses_blocks and routed is not None and routed.takes_reports:
-                use.body = self.prompts.with_report(routed.body, use.endpoint.text)
-                self.counts.full_reports += use.body is not None
             proxied.take_over(use)
+            if use.leg is not None and proxied.attempts + 2 > MOST_ATTEMPTS:
+                proxied.fail(502, none_served, "bad_gateway")
+                return
+            if use.misses_blocks:
+                self._ask_for_report(proxied.routed, use)
+            if use.leg is not None and use.leg.misses_blocks:
+                self._ask_for_report(proxied.routed, use.leg)
         if proxied.are_params_old:  # it waited for a decode worker
             proxied.run_anew()
             return
-        endpoint = proxied.asked.endpoint
+        endpoint = use.endpoint if use.leg is None else proxied.asked.endpoint
         connection = None if proxied.is_stale else endpoint.kept()
         if connection is None:
             try:
@@ -369,14 +469,24 @@ class Placing:
                 return
         proxied.sent(connection)
 
+    def _ask_for_report(self, routed: Routed | None, use: WorkerUse) -> None:
+        if routed is not None and routed.takes_reports:
+            use.body = self.prompts.with_report(routed.body, use.endpoint.text)
+            self.counts.full_reports += use.body is not None
+
     def _find_worker(self, proxied: ProxiedRequest) -> Steps[WorkerUse | None]:
         """Chooses a worker that has not failed this request. Return None if no worker is left."""
         routed, fleet = proxied.routed, self.fleet
         if routed is not None:
             avoided = frozenset(fleet.ids_of(proxied.tried))
+            doubted = frozenset(fleet.ids_of(proxied.doubted)) if proxied.doubted else _NOBODY
             try:
-                reservation_id = f"{proxied.lease_id}.{proxied.attempts}"
-                return (yield from self.chooser.choose(routed, reservation_id, avoided))
+                reservation_id, leg = f"{proxied.lease_id}.{proxied.attempts}", proxied.leg
+                return (
+                    yield from self.chooser.choose(routed, reservation_id, avoided, doubted, leg)
+                )
+            except NoPair:
+                raise
             except NotChosen as error:
                 self.counts.unrouted[error.why] += 1
             among = (
@@ -385,6 +495,8 @@ class Placing:
                 else fleet.bases_of(routed.worker_ids)  # workers that have the adapter
             )
         else:
+            if proxied.unknown and self.chooser.needs_pair(None):
+                raise NoPair(proxied.unknown)
             is_post = proxied.request.method == b"POST"
             among = fleet.may_serve(peeked_model(proxied.request.body) if is_post else None)
         endpoint = self.rotation.next(proxied.tried, among)

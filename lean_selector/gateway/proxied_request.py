@@ -95,6 +95,18 @@ class State(Enum):
 class ProxiedRequest:
     """A client's request, from its arrival to its end; `reply` is the answer to the client."""
 
+    # Of requests that a pair of workers serves.
+    leg: WorkerUse | None = None  # the use of the prefill worker whose params are used
+    params: bytes = b""  # of a prefill worker's answer, as JSON, for a decode worker
+    doubted: frozenset[str] = frozenset()  # endpoints of which one failed it, or another of them
+    pair_reason: str = ""  # whether a pair serves it, and why
+    _leg_sent_at: float = 0.0
+    _params_at: float = 0.0
+    _were_params_moved: bool = False  # after a refused connection, to another decode worker
+    _leg_cached: int | None = None  # tokens that the prefill worker had cached
+
+    is_stale: bool = False  # the kept connection to the worker had just been closed
+
     def __init__(
         self,
         request: Request,
@@ -115,22 +127,13 @@ class ProxiedRequest:
         self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
         self.routed: Routed | None = None  # set for a completion once its prompt is parsed
         self.use: WorkerUse | None = None  # of a pair: that of the decode worker
-        self.leg: WorkerUse | None = None  # of the prefill worker whose params are used
         self.used_since = 0.0
         self._sent_at = 0.0
-        self._leg_sent_at = 0.0
-        self._params_at = 0.0
-        self._were_params_moved = False  # after a refused connection, to another decode worker
-        self._leg_cached: int | None = None  # tokens that the prefill worker had cached
         self._first_token_at = 0.0  # only for a stream
         self.timing: Timing | None = None  # set when the answer is complete
         self.traceparent: str | None = None  # replaces the client's
         self.tried: set[str] = set()  # endpoints that failed or shed it
-        self.doubted: set[str] = set()  # of which one failed it, or another between them
         self.attempts = 0
-        self.is_stale = False  # the kept connection to the worker had just been closed
-        self.params = b""  # of a prefill worker's answer, as JSON, for a decode worker
-        self.pair_reason = ""  # why a pair serves it, or why not
         self.why = ""  # why the last attempt failed
         self.unknown = ""  # that its model is not known yet, and which models are
         self.state = State.LOOKING
@@ -190,6 +193,19 @@ class ProxiedRequest:
         return use if leg is None or leg.is_over else leg
 
     @property
+    def legs(self) -> list[tuple[str, str, float, float]]:
+        """Return name, base URL, begin and end of each leg of the pair that serves the request, in
+        seconds since the request. A leg that goes on ends now."""
+        leg, use, began = self.leg, self.use, self._began
+        if leg is None or use is None:
+            return []
+        ended = self._params_at - began
+        found = [("prefill", leg.endpoint.text, self._leg_sent_at - began, ended)]
+        if self._sent_at > self._params_at:
+            found.append(("decode", use.endpoint.text, self._sent_at - began, self.age_s))
+        return found
+
+    @property
     def are_params_old(self) -> bool:
         """Whether there are params that no decode worker may get any more."""
         return bool(self.params) and monotonic() - self._params_at > _PARAMS_HOLD_S
@@ -212,12 +228,16 @@ class ProxiedRequest:
         self.use = use
         self.used_since = monotonic()
         self.is_stale = False
-        self.pair_reason = use.pair_reason or self.pair_reason
+        if use.pair_reason:
+            self.pair_reason = use.pair_reason
 
     def sent(self, connection: ClientConnection) -> None:
         """Sends the request on a connection to the worker."""
-        use = self.asked
+        use = self.use
+        assert use is not None
         assert self.state is State.LOOKING
+        if use.leg is not None:
+            use = self.asked
         self.placing = None
         self.attempts += 1
         self._sent_at = monotonic()
@@ -313,7 +333,7 @@ class ProxiedRequest:
                 assert routed is not None
                 self._reader = routed.additions.reader(False)
             return True
-        if self._is_shed(head.status):
+        if head.status >= 400 and self._is_shed(head.status):
             self.state, self._kept = State.SHEDDING, bytearray()
             return True
         if routed is not None and head.status == 200:
@@ -427,7 +447,7 @@ class ProxiedRequest:
             self.leg, self.params, self._params_at, self._leg_cached = leg, params, now, cached
             self._were_params_moved = False
             self._counts.pairs.prefill.add(now - self._leg_sent_at)
-            leg.prefill_complete(now - self._leg_sent_at)
+            leg.prefill_complete()
             leg.end(OK, cached)
             if cached is not None:
                 self._compare(leg, cached)
@@ -528,7 +548,7 @@ class ProxiedRequest:
         assert self.use is not None
         self._waits_for_token = False
         self._first_token_at = now = monotonic()
-        self.use.prefill_complete(now - self._sent_at)
+        self.use.prefill_complete(now - (self._leg_sent_at if self.params else self._sent_at))
         if self.params:
             self._counts.pairs.transfer.add(now - self._params_at)
             self._counts.pairs.first_token.add(now - self._began)
@@ -585,7 +605,7 @@ class ProxiedRequest:
         self._note(reason, "another is tried" if may_retry else spent)
         if self.params and how == FAILED and outcome is None:
             assert self.leg is not None
-            self.doubted |= {asked.endpoint.text, self.leg.endpoint.text}
+            self.doubted |= {asked.endpoint.text, self.leg.endpoint.text}  # a new set
         else:
             self.tried.add(asked.endpoint.text)
         self._let_go(asked, outcome)

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec import UnsetType
+
 from lean_selector.api.access import WRITE, Refusal
 from lean_selector.api.replies import Answer, LaterReply, Queued, is_json
 from lean_selector.api.routes import Route
@@ -20,13 +22,15 @@ from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
     Conflict,
+    NoPrefillWorker,
     NotFound,
     SelectorError,
     Unavailable,
     WaitedTooLong,
 )
-from lean_selector.core.selection.shapes import Selection
-from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, refusal
+from lean_selector.core.selection.reservations import check_own_id
+from lean_selector.core.selection.shapes import NEVER, Disaggregate, Selection
+from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, pair_line, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.http.head import Request
@@ -53,11 +57,25 @@ def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: b
     reservation_id = selection.reservation_id.encode("ascii")
     where = _authority_of(selection.endpoint)
     extra = lines % (where, selection.worker_id, selection.dp_rank, reservation_id, overlap)
+    if not isinstance(prefill := selection.prefill, UnsetType):
+        named = prefill_headers(prefill.endpoint, prefill.worker_id, prefill.dp_rank)
+        extra += b"".join([b"%b: %b\r\n" % each for each in named])
+    extra += pair_line(selection.disaggregation)
     if why_not is not None:
         extra += b"x-lean-prompt: %b\r\n" % why_not.why.encode("ascii")
     if has_body:
         return encode_response(200, json_form(selection), JSON, extra)
     return encode_response(200, b"", b"", extra)
+
+
+def prefill_headers(endpoint: str, worker_id: int, dp_rank: int) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers that name the prefill worker of a pair. llm-d's sidecar in front of the
+    decode worker reads the first, and runs the prefill there. Raises Unavailable."""
+    return (
+        (b"x-prefiller-host-port", _authority_of(endpoint)),
+        (b"x-prefill-worker-id", b"%d" % worker_id),
+        (b"x-prefill-data-parallel-rank", b"%d" % dp_rank),
+    )
 
 
 def _authority_of(endpoint: str) -> bytes:
@@ -71,7 +89,9 @@ def refusal_fields(error: SelectorError) -> tuple[int, str, str | None]:
     """Return the status for an error of the selector, its text, and OpenAI's code."""
     if isinstance(error, NotFound):
         return UNKNOWN, error.message, "model_not_found"
-    status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
+    # Of a 503, gateways would take any worker, also one that only decodes.
+    sheds = (AllWorkersBusy, WaitedTooLong, NoPrefillWorker)
+    status = SHED if isinstance(error, sheds) else error.status
     return status, error.message, None
 
 
@@ -98,13 +118,17 @@ class RouteHandler:
 
     `select_and_reserve` returns a Selection, or a Queued if the request must wait.
     `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
-    whether a request's end was reported before the reservation was made."""
+    whether a request's end was reported before the reservation was made. `pairs_asked` returns
+    whether requests of a model and tenant ask for a pair of workers; `on_pair` is called if one
+    was reserved."""
 
     prompts: Prompts
     select_and_reserve: Callable[[SelectAndReserveRequest, float | None], object]
     free: Callable[[str], object]
     expect_output: Callable[[str, int], object]
     has_ended: Callable[[str], bool]
+    pairs_asked: Callable[[str, str], Disaggregate]
+    on_pair: Callable[[Selection], object]
     queue_headers: QueueHeaders | None = None  # None if requests are never queued
 
     def __post_init__(self) -> None:
@@ -160,7 +184,8 @@ class RouteHandler:
             if self.queue_headers is not None:
                 self.queue_headers.read(routed, request.section, request.credential)
             self._check_live(reservation_id)
-            found = self.select_and_reserve(_selection_of(routed, reservation_id), routed.deadline)
+            selection = self._selection_of(routed, reservation_id)
+            found = self.select_and_reserve(selection, routed.deadline)
         except Exception as error:
             found = error
         if isinstance(found, Queued):
@@ -169,6 +194,29 @@ class RouteHandler:
         else:
             answer_with(found)
 
+    def _selection_of(self, routed: Routed, reservation_id: str) -> SelectAndReserveRequest:
+        prompt = routed.prompt
+        worker_ids = None if routed.worker_ids is None else sorted(routed.worker_ids)
+        disaggregate: Disaggregate | None = None
+        if not routed.bars_pair:
+            asked = self.pairs_asked(routed.model_name, routed.tenant_id)
+            disaggregate = None if asked == NEVER else asked
+        sequence = prompt.sequence_hashes()  # the unknown blocks are random
+        return SelectAndReserveRequest(
+            reservation_id=reservation_id,
+            model_name=routed.model_name,
+            tenant_id=routed.tenant_id,
+            block_hashes=prompt.local_hashes or sequence,
+            sequence_hashes=sequence,
+            isl_tokens=prompt.isl_tokens,
+            lora_name=prompt.lora_name,
+            fairness_id=routed.fairness_id,
+            strict_priority=routed.strict_priority,
+            allowed_worker_ids=worker_ids,
+            disaggregate=disaggregate,
+            prefill_allowed_worker_ids=worker_ids,
+        )
+
     def _reply_of(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
@@ -176,6 +224,8 @@ class RouteHandler:
         try:
             self._check_live(reservation_id)
             self.expect_output(reservation_id, routed.output_tokens)
+            if not isinstance(selection.prefill, UnsetType):
+                self.on_pair(selection)
             return worker_headers(selection, routed.why_not, has_body=has_body)
         except SelectorError as error:
             response = error_of(error)
@@ -205,21 +255,6 @@ def _reservation_id(given: bytes | None) -> str:
         raise BadRequest(
             "x-reservation-id must be 1 to 256 ASCII characters without blanks or quotes"
         )
-    return given.decode("ascii")
-
-
-def _selection_of(routed: Routed, reservation_id: str) -> SelectAndReserveRequest:
-    prompt, worker_ids = routed.prompt, routed.worker_ids
-    sequence = prompt.sequence_hashes()  # the unknown blocks are random
-    return SelectAndReserveRequest(
-        reservation_id=reservation_id,
-        model_name=routed.model_name,
-        tenant_id=routed.tenant_id,
-        block_hashes=prompt.local_hashes or sequence,
-        sequence_hashes=sequence,
-        isl_tokens=prompt.isl_tokens,
-        lora_name=prompt.lora_name,
-        fairness_id=routed.fairness_id,
-        strict_priority=routed.strict_priority,
-        allowed_worker_ids=None if worker_ids is None else sorted(worker_ids),
-    )
+    reservation_id = given.decode("ascii")
+    check_own_id("x-reservation-id", reservation_id)
+    return reservation_id

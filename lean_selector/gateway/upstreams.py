@@ -18,6 +18,10 @@ class WorkerUse:
 
     This class reserves nothing. The subclass `Reservation` (`placing.py`) has a reservation."""
 
+    # Of the decode worker of a pair: the use of the prefill worker, which this use ends, too.
+    leg: "WorkerUse | None" = None
+    pair_reason: str = ""  # whether a pair serves the request, and why; empty if nobody asked
+
     def __init__(
         self,
         endpoint: Upstream,
@@ -32,9 +36,6 @@ class WorkerUse:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.overlap_tokens = overlap_tokens
-        # Of the decode worker of a pair: the use of the prefill worker, which this use ends, too.
-        self.leg: WorkerUse | None = None
-        self.pair_reason = ""  # why a pair serves the request, or why not; empty if nobody asked
         self.misses_blocks = False  # the index lacks blocks that the worker has cached
         self.body: bytes | None = None  # replaces the request's body, for this worker only
         self.is_over = False
@@ -84,8 +85,8 @@ class Rotation:
         self._by_text: dict[str, Upstream] = {}  # by URL as registered
         self.in_turn: list[Upstream] = []
         self.ejected: frozenset[str] = frozenset()  # origins that the selector ejected
-        # Origins of draining workers, which get no new requests
-        self.draining: frozenset[str] = frozenset()
+        # Origins of workers that get no new requests: they are draining, or only prefill.
+        self.barred: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
         """Return the worker at this URL, even if it is not in the rotation. Raises ValueError."""
@@ -104,7 +105,7 @@ class Rotation:
         if self._revision != fleet.revision:
             self._revision = fleet.revision
             self.set(fleet.bases())
-            self.draining = fleet.draining()
+            self.barred = fleet.barred()
 
     def set(self, urls: Iterable[str]) -> None:
         """Sets the workers for round-robin. A removed worker finishes its current requests."""
@@ -118,13 +119,13 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """Return the next worker in `among` (None: any) that is not in `avoided` and not draining.
+        """Return the next worker in `among` (None: any) that is not in `avoided` and not barred.
         Return an ejected worker only if no other is left. Return None if no worker is left."""
         candidates = [
             each
             for each in self.in_turn
             if each.text not in avoided
-            and each.text not in self.draining
+            and each.text not in self.barred
             and (among is None or each.text in among)
         ]
         candidates = list(filter(self.is_well, candidates)) or candidates

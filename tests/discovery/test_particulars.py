@@ -3,6 +3,7 @@
 Replicas must agree on those ids, so they never change.
 """
 
+import msgspec
 import pytest
 
 from lean_selector.discovery.particulars import (
@@ -24,6 +25,7 @@ from lean_selector.discovery.particulars import (
         ("url:http://host:8000", Target("", "url", "http://host:8000")),
         ("url:http://host:8000/v1", Target("", "url", "http://host:8000/v1")),
         ("url:http://host/engine-a", Target("", "url", "http://host/engine-a")),
+        ("url:http://host:8#prefill", Target("", "url", "http://host:8", role="prefill")),
         ("dns:vllm.default.svc:8000", Target("", "dns", "vllm.default.svc", port="8000")),
         ("dns:https://vllm:443", Target("", "dns", "vllm", port="443", is_secure=True)),
         ("kubernetes:default/vllm", Target("", "kubernetes", "vllm", "default")),
@@ -33,9 +35,7 @@ from lean_selector.discovery.particulars import (
 )
 def test_a_target_is_taken_apart(text: str, target: Target) -> None:
     found = target_of(text)
-    assert found == Target(
-        text, target.kind, target.name, target.namespace, target.port, target.is_secure
-    )
+    assert found == msgspec.structs.replace(target, text=text)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,8 @@ def test_a_target_is_taken_apart(text: str, target: Target) -> None:
         ("url:ftp://host:8000", "not an http:// or https:// URL"),
         ("url:http://host:8000?x", "`url:http://host:8000\\?x`: expected a URL without a query"),
         ("url:http://host:8000/v1?", "expected a URL without a query"),
-        ("url:http://host:8000#x", "expected a URL without a query"),
+        ("url:http://host:8000#x", "`x` is none of the roles"),
+        ("url:http://host:8000#", "`` is none of the roles"),
         ("dns:vllm", "expected dns:NAME:PORT"),
         ("dns:vllm:0", "expected dns:NAME:PORT"),
         ("dns:vllm:65536", "expected dns:NAME:PORT"),

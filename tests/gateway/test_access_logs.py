@@ -227,6 +227,23 @@ def test_a_line_frees_its_reservation() -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "outcome"), [(b"200", "ok"), (b"500", "failed"), (b"503", None), (b"-", None)]
+)
+def test_a_line_may_say_what_the_prefill_worker_of_a_pair_did(
+    status: bytes, outcome: str | None
+) -> None:
+    reported: list[tuple[int, int | None, str]] = []
+    ends = LogEnds(lambda *freed: None, lambda *told: reported.append(told[:3]), lambda: 0.0)
+    ends.take(b"lean-end reservation=a prefill_worker=8 prefill_status=" + status)
+    assert reported == ([] if outcome is None else [(8, None, outcome)])
+    ends.take(b"lean-end reservation=a prefill_worker=8 prefill_status=x")
+    assert {name: count for name, count in ends.results.items() if count} == {
+        "freed": 1,
+        "malformed": 1,
+    }
+
+
+@pytest.mark.parametrize(
     ("fields", "is_believed"),
     [
         *(("", True), ("status=200", True), ("status=499", True), ("status=400", True)),

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from lean_selector.gateway.genai_metrics import GenAiMetrics, Timing
+from lean_selector.http.client import Upstream
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import OpenAiWorker
 from tests.support.prometheus_tools import parsed, scrape, value
@@ -50,3 +52,16 @@ def test_requests_through_the_gateway_count_like_those_of_the_routes_and_by_mode
         assert of("gen_ai_client_token_usage_sum", gen_ai_token_type="output") == 12
         assert of("lean_selector_gateway_cached_share_count") == 3
         assert of("gen_ai_server_request_duration_seconds_count", "anthropic") == 1
+
+
+def test_paths_of_one_operation_are_one_series() -> None:
+    """Two with the same labels are no exposition."""
+    metrics, timing = GenAiMetrics(), Timing(0.5, None, (8, 2), None)
+    for path in (b"/v1/chat/completions", b"/v1/responses", b"/v1/messages"):
+        metrics.add(path, "m", Upstream("http://w:1"), timing)
+    text = "".join(part for family in metrics.families() for part in family.text())
+    name = "gen_ai_server_request_duration_seconds_count"
+    providers = {"openai": 2.0, "anthropic": 1.0}
+    assert {
+        each: value(parsed(text), name, gen_ai_provider_name=each) for each in providers
+    } == providers

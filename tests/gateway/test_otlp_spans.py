@@ -80,6 +80,30 @@ def test_a_span_has_the_client_s_above_it_and_the_worker_s_below(collector: Coll
         assert 0 < line["ttft_us"] < line["duration_us"]
 
 
+def test_each_leg_of_a_pair_has_a_span_below_the_request_s(collector: Collector) -> None:
+    with OpenAiWorker(transfers=True) as prefill, OpenAiWorker(transfers=True) as decode:
+        urls = ("--prefill", prefill.url, "--decode", decode.url)
+        flags = ("--otlp-endpoint", collector.url, "--access-log", "true", "--log-format", "json")
+        with RunningGateway(*urls, *flags, knows=2) as gateway:
+            assert gateway.chat(TEXT, stream=True).status == 200
+            wait_until(lambda: len(collector.spans) == 3, "all spans came")
+            (whole,) = (each for each in collector.spans if not each.parent_span_id)
+            legs = {each.name: each for each in collector.spans if each is not whole}
+            ports = {name: attributes(each)["server.port"] for name, each in legs.items()}
+            assert ports == {"prefill": prefill.port, "decode": decode.port}
+            assert {each.parent_span_id for each in legs.values()} == {whole.span_id}
+            first, second = legs["prefill"], legs["decode"]
+            times = [whole.start_time_unix_nano, first.start_time_unix_nano]
+            times += [first.end_time_unix_nano, second.start_time_unix_nano]
+            times += [second.end_time_unix_nano]
+            assert times == sorted(times)
+            assert attributes(whole)["lean_selector.pd"] == "pair; uncached"
+            lines = [json.loads(line) for line in gateway.log().splitlines()]
+            [line] = [each for each in lines if each.get("path") == "/v1/chat/completions"]
+            told = (line["pd"], line["worker"], line["prefill_worker"])
+            assert told == ("pair; uncached", decode.url, prefill.url)
+
+
 def test_a_traceparent_is_passed_on_where_no_spans_are_made(
     gateway: RunningGateway, workers: list[OpenAiWorker]
 ) -> None:

@@ -13,7 +13,7 @@ from lean_selector.core.errors import BadRequest, Unavailable, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.shapes import ROUTE, WorkerSpec
+from lean_selector.core.selection.shapes import ROUTE, Disaggregate, Selection, WorkerSpec
 from lean_selector.gateway.headers import QueueHeaders
 from lean_selector.gateway.model_request import MEDIA
 from lean_selector.gateway.prompt_shapes import Unknown
@@ -36,6 +36,7 @@ class Scripted:
         self.worker_ids: frozenset[int] | None = None
         self.why_not: Unknown | None = None
         self.output_tokens = 0
+        self.bars_pair = ""
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -57,6 +58,7 @@ class Scripted:
             streams=False,
             output_tokens=self.output_tokens,
             worker_ids=self.worker_ids,
+            bars_pair=self.bars_pair,
         )
 
 
@@ -69,6 +71,7 @@ class GatewayHandler:
         self.selector = self.service.selector
         self.prompts = Scripted()
         self.ended: set[str] = set()
+        self.pairs: list[Selection] = []
         self.door = RouteHandler(
             cast(Any, self.prompts),
             self.service.select_and_reserve,
@@ -77,9 +80,15 @@ class GatewayHandler:
                 reservation_id, tokens, NOW
             ),
             self._has_ended,
+            self._pairs_asked,
+            self.pairs.append,
             QueueHeaders("x-team", "x-lean-priority", None, trusts=True, by_name=False),
         )
         self.gate = Gate(self.door.routes())
+
+    def _pairs_asked(self, model_name: str, tenant_id: str) -> Disaggregate:
+        partition = self.selector.catalog.partitions.get((model_name, tenant_id))
+        return "never" if partition is None else self.selector.pairs_asked(partition)
 
     def _has_ended(self, reservation_id: str) -> bool:
         if reservation_id in self.ended:
@@ -440,3 +449,46 @@ async def test_headers_tell_whose_request_waits_and_how_urgent_it_is() -> None:
     assert 0.0 < waiting.request.deadline - monotonic() <= 30.0
     assert pending.on_disconnect is not None
     pending.on_disconnect()
+
+
+OF_PREFILL = {
+    "x-prefiller-host-port": "10.0.0.8:8000",
+    "x-prefill-worker-id": "2",
+    "x-prefill-data-parallel-rank": "0",
+}
+
+
+@on_loop
+async def test_a_pair_is_named_and_its_leg_goes_with_the_reservation() -> None:
+    gateway = GatewayHandler()
+    gateway.worker(1, worker_role="decode")
+    gateway.worker(2, "http://10.0.0.8:8000", worker_role="prefill")
+    status, headers, _ = await gateway.ask(x_reservation_id="r")
+    assert (status, headers["x-lean-pd"]) == (200, "pair; uncached")
+    assert headers["x-gateway-destination-endpoint"] == "10.0.0.7:8000"
+    assert {name: headers[name] for name in OF_PREFILL} == OF_PREFILL
+    assert (gateway.live, len(gateway.pairs)) == ({"r", "r#prefill"}, 1)
+    gateway.selector.reservations.free("r", NOW)
+    assert gateway.live == set()
+    gateway.prompts.bars_pair = "several_prompts"
+    status, headers, _ = await gateway.ask()
+    assert (status, OF_PREFILL.keys() & headers.keys()) == (200, set())
+
+
+@on_loop
+async def test_without_a_prefill_worker_the_gateway_must_not_take_any_worker() -> None:
+    gateway = GatewayHandler()
+    gateway.worker(1, worker_role="decode")
+    status, headers, body = await gateway.ask()
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert b"no_prefill_worker" in body
+
+
+@on_loop
+async def test_an_id_of_a_leg_is_no_client_s() -> None:
+    gateway = GatewayHandler()
+    gateway.worker(1)
+    answer = gateway.gate(asked(PATH, b"{}", {"x_reservation_id": "r#prefill"}))
+    assert isinstance(answer, bytes)
+    assert parted(answer)[0] == 400
+    assert gateway.live == set()

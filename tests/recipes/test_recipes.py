@@ -22,6 +22,7 @@ from tests.support.running_service import RunningService, wait_until
 from tests.support.threaded_server import ThreadedServer, body_of, send
 
 CHAT = "/v1/chat/completions"
+OF_PREFILL = ("x-prefiller-host-port", "x-prefill-data-parallel-rank", "x-prefill-worker-id")
 
 
 class Fleet:
@@ -273,6 +274,7 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
 ) -> None:
     fleet.selector.stop(signal.SIGKILL)
     nowhere = {"x-gateway-destination-endpoint": "127.0.0.1:1", "x-data-parallel-rank": "7"}
+    nowhere |= dict.fromkeys(OF_PREFILL, "127.0.0.1:1")
     with ExitStack() as stack:
         # Several at a time: who counts connections or requests has none to tell workers apart by.
         connections = [stack.enter_context(fleet.gateway.connection()) for _ in range(8)]
@@ -288,7 +290,8 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
         assert re.search(r"connect\(\) .*failed|could not be asked", fleet.gateway.log())
     for worker in fleet.workers:
         for request in worker.seen()["requests"]:
-            assert request["headers"].get("x-data-parallel-rank", "") == ""
+            for name in ("x-data-parallel-rank", *OF_PREFILL):
+                assert request["headers"].get(name, "") == ""
     with fleet.selector:
         fleet.wait_until_found()
 
@@ -329,6 +332,40 @@ def test_what_a_selector_says_to_the_gateway_alone_never_reaches_a_client(
                 connection.request("POST", CHAT, json.dumps(chat("hello")))
                 assert connection.getresponse().status == 200, status
             assert asked == number
+
+
+def test_who_prefills_is_told_to_the_decode_worker_and_never_by_a_client(
+    tmp_path: Path, gateway: str
+) -> None:
+    with Fleet(tmp_path, gateway, "unix") as fleet:
+        ids = {row["endpoint"]: row["worker_id"] for row in fleet.selector.get("/workers")[1]}
+        prefill, decode = fleet.workers
+        for worker, role in ((prefill, "prefill"), (decode, "decode")):
+            path = f"/workers/{ids[worker.url]}"
+            assert fleet.selector.request("PATCH", path, {"worker_role": role})[0] == 200
+        own = dict.fromkeys(OF_PREFILL, "127.0.0.1:1")
+        assert fleet.ask(chat("a pair " * 20), headers=own)[0] == 200
+        assert fleet.ask(chat("and no pair", prompt_logprobs=1), headers=own)[0] == 200
+        fleet.wait_until_free()
+        assert fleet.served() == [0, 2]
+        asked = [
+            each["headers"] for each in decode.seen()["requests"] if "completions " in each["line"]
+        ]
+        told = [{name: headers.get(name, "") for name in OF_PREFILL} for headers in asked]
+        named = (f"127.0.0.1:{prefill.port}", "0", str(ids[prefill.url]))
+        assert told == [dict(zip(OF_PREFILL, named, strict=True)), dict.fromkeys(OF_PREFILL, "")]
+        body = chat("it decodes for long", stream=True, fake={"stall_after": 1})
+        with fleet.gateway.connection() as connection:
+            connection.request("POST", CHAT, json.dumps(body))
+            connection.getresponse().read(1)
+
+            def active() -> dict[int, int]:
+                (loads,) = fleet.selector.get("/loads")[1]
+                return {row["worker_id"]: row["active_requests"] for row in loads["loads"]}
+
+            left = {ids[prefill.url]: 0, ids[decode.url]: 1}
+            wait_until(lambda: active() == left, "the prefill is taken to be over")
+        fleet.wait_until_free()
 
 
 def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None:

@@ -150,6 +150,8 @@ def routes_of(service: str) -> list[Route]:
         lambda name: None,
         lambda name, tokens: None,
         lambda name: False,
+        lambda model_name, tenant_id: "never",
+        lambda selection: None,
     )
     return [*selection.routes(), *door.routes(), *looks_of(selection), *shared]
 

@@ -14,9 +14,11 @@ In a request, the field `fake` asks for odd manners:
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
     dies           end the process before the head
+    dies_after     end the process after the answer
     lacks_params   answer a prefill leg as if there were no connector
     prefill, decode, local
                    such manners of a prefill leg, of a decode leg, or of a request that is neither
+    a port         such manners of the worker at this port
 
 With `transfers` it does with `kv_transfer_params` what `kv_transfer` says.
 """
@@ -343,12 +345,15 @@ class _Completion:
         self.prefills = bool(told.get("do_remote_decode"))
         stage = "decode" if told.get("do_remote_prefill") else "local"
         fake = body.get("fake", {})
+        fake |= fake.get(str(worker.options.port), {})
         self.fake: dict[str, Any] = fake | fake.get("prefill" if self.prefills else stage, {})
         self.transfer_told: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
         if self.is_chat:
             self.prompt = tokens_of(rendered(prompt_of(body)))
         else:
             prompt = body["prompt"]
+            if isinstance(prompt, list) and isinstance(prompt[0], str):
+                prompt = prompt[0]  # of several, the first is answered
             self.prompt = tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
         if not self.prompt:
             raise Refused(400, "the prompt is empty")
@@ -476,6 +481,10 @@ class _Completion:
         if self.transfer_told is not None:
             answer = _json({**json.loads(answer), "kv_transfer_params": self.transfer_told})
         await _write(self.writer, _head(200, "application/json", len(answer)) + answer)
+        if self.fake.get("dies_after"):
+            self.writer.close()
+            await self.writer.wait_closed()
+            os._exit(1)
         return True
 
     async def _stream(self, running: RunningRequest) -> bool:

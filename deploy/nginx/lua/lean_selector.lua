@@ -117,6 +117,10 @@ function _M:route()
         ngx.ctx.lean_booked = { host = host, port = port }
         ngx.var.lean_worker = headers["x-worker-id"]
         ngx.var.lean_rank = headers["x-data-parallel-rank"]
+        -- With a pair of workers: who prefills. Else there are none, and nothing is sent.
+        ngx.var.lean_prefiller = headers["x-prefiller-host-port"] or ""
+        ngx.var.lean_prefill_rank = headers["x-prefill-data-parallel-rank"] or ""
+        ngx.var.lean_prefill_worker = headers["x-prefill-worker-id"] or ""
     elseif status == 429 or status == 400 or status == 413 then
         -- Shed (come back in a second), or a request that no worker would take either.
         ngx.status = status

@@ -21,6 +21,10 @@ async function route(r) {
         r.variables.lean_destination = answer.headersOut['x-gateway-destination-endpoint'];
         r.variables.lean_worker = answer.headersOut['x-worker-id'];
         r.variables.lean_rank = answer.headersOut['x-data-parallel-rank'];
+        // With a pair of workers: who prefills. Else there are none, and nothing is sent.
+        r.variables.lean_prefiller = answer.headersOut['x-prefiller-host-port'] || '';
+        r.variables.lean_prefill_rank = answer.headersOut['x-prefill-data-parallel-rank'] || '';
+        r.variables.lean_prefill_worker = answer.headersOut['x-prefill-worker-id'] || '';
         r.internalRedirect('@booked');
         return;
     }

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from lean_selector.core.errors import AllWorkersBusy, Conflict, Unavailable
+from lean_selector.core.errors import AllWorkersBusy, Conflict, NoPrefillWorker
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.explain import outlook_of
@@ -125,7 +125,7 @@ def place(
         reason = _why_none(partition, usable)
         if selector.settings.pd_fallback == "refuse":
             _count(selector, reason)
-            raise Unavailable(f"no usable prefill worker: {reason}")
+            raise NoPrefillWorker(reason)
         return _local(selector, partition, local, decoding, matches, now, reason)
     free = _free(selector, partition, prefill, usable)
     room = partition.queue.room
