@@ -143,15 +143,18 @@ class Family:
                 yield f"{self.name}{text} {value}\n"
 
 
-@dataclass(eq=False)
-class FamilyGroup(Generic[T]):
-    """Several metrics of the same objects, such as ranks. A scrape lists the objects only once.
+class FamilyGroup(Generic[T]):  # no dataclass: mypyc makes none of a generic class
+    """Several metrics of the same objects, such as ranks. A scrape lists the objects only once."""
 
-    `things` returns (labels, object) pairs. A family is one metric: (name, kind, help, function
-    that returns the metric's value for an object)."""
-
-    things: Callable[[], Iterable[tuple[str, T]]]
-    families: Sequence[tuple[str, str, str, Callable[[T], Value]]]
+    def __init__(
+        self,
+        things: Callable[[], Iterable[tuple[str, T]]],
+        families: Sequence[tuple[str, str, str, Callable[[T], Value]]],
+    ) -> None:
+        """`things` returns (labels, object) pairs. A family is one metric: (name, kind, help,
+        function that returns the metric's value for an object)."""
+        self.things = things
+        self.families = families
 
     def text(self) -> Iterator[str]:
         gathered: list[tuple[str, T]] = []
