@@ -314,6 +314,40 @@ async def test_what_listens_at_another_address_of_a_name_and_is_no_engine_is_pas
 
 
 @on_loop
+async def test_a_name_gains_an_address_while_another_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lean_selector.links.names.HOLDS_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_FIRST_S", 0.01)
+    addresses = ["127.0.0.1"]
+    async with publisher() as pub:
+        port = port_of(pub)
+    async with Heard(f"tcp://engine:{port}", Links(resolver=names(engine=addresses))) as heard:
+        await until(lambda: heard.link.error == "Connection refused")
+        addresses.append("127.0.0.2")
+        async with publisher(f"tcp://127.0.0.2:{port}") as pub:
+            assert await pub.recv() == b"\x01"
+
+
+@on_loop
+async def test_a_name_is_looked_up_again_when_its_connection_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lean_selector.links.names.HOLDS_S", 0.0)
+    addresses = ["127.0.0.1"]
+    async with publisher("tcp://127.0.0.1:*") as first:
+        port = port_of(first)
+        async with Heard(f"tcp://engine:{port}", Links(resolver=names(engine=addresses))) as heard:
+            await first.recv()
+            addresses[:] = ["127.0.0.2"]  # it moves
+            async with publisher(f"tcp://127.0.0.2:{port}") as second:
+                first.context.destroy(linger=0)
+                assert await second.recv() == b"\x01"
+                await second.send(b"moved")
+                await until(lambda: heard.messages == [[b"moved"]])
+
+
+@on_loop
 async def test_a_name_that_moves_to_where_we_may_not_connect_is_not_followed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

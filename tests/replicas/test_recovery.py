@@ -597,6 +597,37 @@ async def test_a_source_whose_events_name_another_rank_says_so_and_gives_no_wate
         assert of.index.is_empty
 
 
+@inside(service)
+async def test_blocks_of_batches_that_came_during_the_dump_count_once(of: Service) -> None:
+    """The peer had applied batch 1 when the dump began, and batch 3 when it ended."""
+    async with Engine(SERVED) as engine:
+        await engine.store(0, 1, 2, 3)
+        learned = {"1:0": {"until": 3}}
+        await recovered(of, *as_engine(0, 1, 2), watermarks={"1:0": 1}, learned=learned)
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.store(0)
+        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): at(4)}, "all")
+        for block in range(4):
+            await engine.remove(block)
+        await until(lambda: of.blocks() == 1, "block 0 alone is there twice")
+        assert engine.blocks == {0}
+        assert engine.asked == [1]
+
+
+@inside(service)
+async def test_what_was_unknown_to_the_peer_is_unknown_here(of: Service) -> None:
+    async with Engine(SERVED) as engine:
+        await engine.store(0, 1, 2)
+        learned = {"1:0": {"unknown": 2, "until": 2}}
+        await recovered(of, *as_engine(0), watermarks={"1:0": 1}, learned=learned)
+        of.follow(engine)
+        await engine.subscribed()
+        mark = Watermark(2, 2, 2)
+        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): mark}, "all")
+        assert of.subscriptions.statuses()[0].state == "partial"
+
+
 # -- the process -----------------------------------------------------------------------------------
 
 
