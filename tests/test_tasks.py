@@ -24,59 +24,41 @@ STARTS = {
 }
 # Where that is not left to `supervise` and `watched`: who sees how it ends.
 ALLOWED = {
-    ("tasks.py", "supervise", "create_task"): "the task logs, counts and begins again itself",
-    ("tasks.py", "watched", "create_task"): "_look_at sees to each of them",
-    # tasks with an owner
-    ("app/host.py", "HttpServer.serve", "create_task"): (
-        "the tick: serve waits for its end, which stops the service, and raises what it raised"
-    ),
-    ("tasks.py", "stepped", "create_task"): (
-        "the gateway's: what it raises is logged in _place, and answered with 500"
-    ),
-    ("http/listener.py", "Listener._accept", "create_task"): (
-        "_opened looks at it, and tells the loop's handler of what is not the client's doing"
-    ),
-    ("embedded/service.py", "Running.in_time.begin", "create_task"): (
-        "how it ended is carried to who waits in another loop, by `tell`"
-    ),
-    ("client/drivers.py", "Driver.book", "create_task"): (
-        "awaited; where that is cancelled, the release waits for it and looks at how it ended"
-    ),
-    ("client/drivers.py", "Driver._spawn", "create_task"): (
-        "in the user's process: their errors are handled, and the loop's own handler tells others"
-    ),
-    ("client/sync_router.py", "LoopThread.run", "run_coroutine_threadsafe"): (
-        "its caller waits for it, and is raised what it raised"
-    ),
-    ("client/sync_router.py", "SyncKvRouter.__init__", "to_thread"): "awaited by the router",
-    (
-        "client/sync_router.py",
-        "LoopThread._running",
-        "Thread",
-    ): "it runs a loop, which tells its errors",
-    ("client/sync_router.py", "_end", "run_coroutine_threadsafe"): (
-        "close() raises what it raised; of a client that is dropped there is nobody to tell"
-    ),
-    ("app/gateway_process.py", "Front.close", "to_thread"): "awaited by the stop",
-    ("tools/demo.py", "Demo._traffic", "create_task"): "_watch waits for and raises for them",
-    ("tools/simulation.py", "Simulation._submit", "submit"): (
-        "no executor: the queue of an engine in virtual time"
-    ),
-    # threads
-    ("api/logs.py", "LineWriter.__init__", "Thread"): (
-        "no error of the descriptor ends it, and a line that it cannot write nobody would read"
-    ),
-    ("tasks.py", "in_thread", "Thread"): "whatever it raises is its result",
-    ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
-        "in the engine's process: errors of readers are handled, and Python prints any other"
-    ),
-    ("discovery/finders.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
-    ("gateway/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (
-        "its work is begun in `tokens`"
-    ),
-    ("gateway/local_tokenizer.py", "LocalTokenizer.tokens", "run_in_executor"): (
-        "awaited; whatever it raises is made a NotTokenized"
-    ),
+    ("tasks.py", "supervise", "create_task"),  # the task logs, counts and begins again itself
+    ("tasks.py", "watched", "create_task"),  # _look_at sees to each of them
+    # the tick: serve waits for its end, which stops the service, and raises what it raised
+    ("app/host.py", "HttpServer.serve", "create_task"),
+    # the gateway's: what it raises is logged in _place, and answered with 500
+    ("tasks.py", "stepped", "create_task"),
+    # _opened looks at it, and tells the loop's handler of what is not the client's doing
+    ("http/listener.py", "Listener._accept", "create_task"),
+    # how it ended is carried to who waits in another loop, by `tell`
+    ("embedded/service.py", "Running.in_time.begin", "create_task"),
+    # awaited; where that is cancelled, the release waits for it and looks at how it ended
+    ("client/drivers.py", "Driver.book", "create_task"),
+    # in the user's process: their errors are handled, and the loop's own handler tells others
+    ("client/drivers.py", "Driver._spawn", "create_task"),
+    # its caller waits for it, and is raised what it raised
+    ("client/sync_router.py", "LoopThread.run", "run_coroutine_threadsafe"),
+    ("client/sync_router.py", "SyncKvRouter.__init__", "to_thread"),  # awaited by the router
+    # it runs a loop, which tells its errors
+    ("client/sync_router.py", "LoopThread._running", "Thread"),
+    # close() raises what it raised; of a client that is dropped there is nobody to tell
+    ("client/sync_router.py", "_end", "run_coroutine_threadsafe"),
+    ("app/gateway_process.py", "Front.close", "to_thread"),  # awaited by the stop
+    ("tools/demo.py", "Demo._traffic", "create_task"),  # _watch waits for and raises for them
+    # no executor: the queue of an engine in virtual time
+    ("tools/simulation.py", "Simulation._submit", "submit"),
+    # no error of the descriptor ends it, and a line that it cannot write nobody would read
+    ("api/logs.py", "LineWriter.__init__", "Thread"),
+    ("tasks.py", "in_thread", "Thread"),  # whatever it raises is its result
+    # in the engine's process: errors of readers are handled, and Python prints any other
+    ("publisher.py", "KvEventPublisher._start_replay", "Thread"),
+    ("discovery/finders.py", "FileFinder.run", "to_thread"),  # awaited in a supervised task
+    # its work is begun in `tokens`
+    ("gateway/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"),
+    # awaited; whatever it raises is made a NotTokenized
+    ("gateway/local_tokenizer.py", "LocalTokenizer.tokens", "run_in_executor"),
 }
 
 
@@ -102,7 +84,7 @@ def test_nothing_is_begun_that_can_end_unseen() -> None:
     ]
     assert [place for place in found if place not in ALLOWED] == []
     assert len(found) == len(set(found)), "two in one function: who sees how each ends?"
-    assert ALLOWED.keys() - set(found) == set(), "these are no more"
+    assert ALLOWED - set(found) == set(), "these are no more"
 
 
 async def cancelled_by_another() -> None:
