@@ -62,14 +62,7 @@ def test_a_json_line_has_the_same() -> None:
 @pytest.mark.parametrize(
     "nasty",
     [
-        "two\nlines",
-        "cr\r",
-        "nul\x00",
-        "esc\x1b[31m",
-        'quote"',
-        "\u2028",
-        "\x85",
-        "\ud800",
+        *("two\nlines", "cr\r", "nul\x00", "esc\x1b[31m", 'quote"', "\u2028", "\x85", "\ud800"),
         "\U000e0041",
     ],
 )

@@ -75,12 +75,8 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
         found = [line for line in lines(service.stop()[1]) if line["level"] != "debug"]
     said = [(line["event"], line) for line in found if line["event"] not in AROUND]
     assert [event for event, _ in said] == [
-        "worker registered",
-        "worker changed",
-        "shedding began: all workers are busy",
-        "shedding ended",
-        "worker ejected: it gets no requests",
-        "worker no longer ejected",
+        *("worker registered", "worker changed", "shedding began: all workers are busy"),
+        *("shedding ended", "worker ejected: it gets no requests", "worker no longer ejected"),
         "worker removed",
     ]
     registered, changed, began, ended, ejected = (line for _, line in said[:5])
@@ -146,11 +142,7 @@ def test_the_log_begins_with_what_differs_and_has_route_status_and_every_id_of_r
     assert found[1]["traceparent"] == TRACEPARENT
     assert "traceparent" not in found[2]
     assert [line.get("reservation_id") for line in found[2:7]] == [
-        generated,
-        generated,
-        generated,
-        "a b",
-        "%ff",
+        *(generated, generated, generated, "a b", "%ff"),
     ]
     assert found[7]["path"] == "/select"
 

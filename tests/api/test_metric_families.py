@@ -27,11 +27,8 @@ def test_a_family_says_its_help_its_kind_and_its_samples() -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ('x"y', r"x\"y"),
-        ("back\\slash", r"back\\slash"),
-        ("two\nlines", r"two\nlines"),
-        ("höchst \U0001f600", "höchst \U0001f600"),
-        ("half \ud800", "half ?"),
+        *(('x"y', r"x\"y"), ("back\\slash", r"back\\slash"), ("two\nlines", r"two\nlines")),
+        *(("höchst \U0001f600", "höchst \U0001f600"), ("half \ud800", "half ?")),
         *((each, rf"\\u{ord(each):04x}") for each in "\x1b\x1c\x00\r\t\x7f\x85\u2028\u202e\u200f"),
         ("tag \U000e0041", r"tag \\udb40\\udc41"),
     ],

@@ -8,18 +8,9 @@ from lean_selector.app.host import exposure_warnings, is_beyond_loopback
 @pytest.mark.parametrize(
     ("host", "is_beyond"),
     [
-        ("0.0.0.0", True),
-        ("::", True),
-        ("[::]", True),
-        ("", True),
-        ("10.0.0.1", True),
-        ("engine.example", True),
-        ("127.0.0.1", False),
-        ("127.8.8.8", False),
-        ("::1", False),
-        ("[::1]", False),
-        ("localhost", False),
-        ("LocalHost.", False),
+        *(("0.0.0.0", True), ("::", True), ("[::]", True), ("", True), ("10.0.0.1", True)),
+        *(("engine.example", True), ("127.0.0.1", False), ("127.8.8.8", False), ("::1", False)),
+        *(("[::1]", False), ("localhost", False), ("LocalHost.", False)),
     ],
 )
 def test_only_loopback_is_reached_by_nobody_else(host: str, is_beyond: bool) -> None:

@@ -265,13 +265,8 @@ def test_an_endpoint_is_a_url_or_a_unix_socket(endpoint: str) -> None:
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, InvalidRequest),
-        (422, InvalidRequest),
-        (404, NotFound),
-        (409, AlreadyExists),
-        (503, NoWorkerAvailable),
-        (429, NoWorkerAvailable),
-        (500, ServiceRefused),
+        *((400, InvalidRequest), (422, InvalidRequest), (404, NotFound), (409, AlreadyExists)),
+        *((503, NoWorkerAvailable), (429, NoWorkerAvailable), (500, ServiceRefused)),
     ],
 )
 def test_each_status_has_its_class(status: int, kind: type[ServiceRefused]) -> None:

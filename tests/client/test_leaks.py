@@ -18,13 +18,7 @@ DEADLINE_S = 60.0
 # How the call of a cancelled task ends depends on the moment; about a fifth are cancelled.
 CANCELLED = 0.2
 FAKES: list[dict[str, Any]] = [
-    {},
-    {},
-    {},
-    {"step_s": 0.002},
-    {"status": 500},
-    {"break_after": 2},
-    {"error_after": 1},
+    *({}, {}, {}, {"step_s": 0.002}, {"status": 500}, {"break_after": 2}, {"error_after": 1}),
     {"without": ["token_ids", "usage", "done"]},
 ]
 

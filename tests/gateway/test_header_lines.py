@@ -136,12 +136,8 @@ def read(
 def test_a_request_is_that_of_its_token_s_name_or_else_of_the_header(tokens: AccessTokens) -> None:
     for line, credential, whose in (
         (b"x-team: b", ONE, "a"),  # no client takes another's share
-        (b"x-team: b", OTHER, "b"),
-        (b"X-TEAM:\tb ", None, "b"),
-        (b"x-team: b c", None, ""),
-        (b"x-team: " + b"b" * 257, None, ""),
-        (b"x-team:", None, ""),
-        (b"x-x-team: b", None, ""),
+        *((b"x-team: b", OTHER, "b"), (b"X-TEAM:\tb ", None, "b"), (b"x-team: b c", None, "")),
+        *((b"x-team: " + b"b" * 257, None, ""), (b"x-team:", None, ""), (b"x-x-team: b", None, "")),
     ):
         assert read(line, tokens, credential).fairness_id == whose, line
     assert read(b"x-team: b", tokens, ONE, by_name=False).fairness_id == "b"
@@ -157,11 +153,8 @@ def test_who_is_urgent_needs_the_right_to_it_and_anybody_can_wait(tokens: Access
         (b"x-team: b", -1, -1),
     ):
         for known, credential, trusts, most in (
-            (tokens, ONE, False, 1),
-            (tokens, OTHER, False, 0),
-            (tokens, None, False, 0),
-            (None, None, False, 0),
-            (None, None, True, 1),
+            *((tokens, ONE, False, 1), (tokens, OTHER, False, 0), (tokens, None, False, 0)),
+            *((None, None, False, 0), (None, None, True, 1)),
         ):
             routed = read(line, known, credential, priority=body, trusts=trusts)
             assert routed.strict_priority == min(asked, most), (line, credential)

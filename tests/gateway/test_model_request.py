@@ -144,13 +144,9 @@ def test_any_bytes_are_read_or_refused(body: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        (CHAT, Kind.CHAT),
-        ("/v1/chat/completions?x=1", Kind.CHAT),
-        ("/v1/chat/completions/", Kind.CHAT),
-        ("/v1%2Fchat/%63ompletions", Kind.CHAT),
-        ("/prefix/v1/chat/completions", Kind.CHAT),
-        (TEXT, Kind.TEXT),
-        ("/v1/models", Kind.NONE),
+        *((CHAT, Kind.CHAT), ("/v1/chat/completions?x=1", Kind.CHAT)),
+        *(("/v1/chat/completions/", Kind.CHAT), ("/v1%2Fchat/%63ompletions", Kind.CHAT)),
+        *(("/prefix/v1/chat/completions", Kind.CHAT), (TEXT, Kind.TEXT), ("/v1/models", Kind.NONE)),
         ("/v1/completions/render", Kind.NONE),
     ],
 )

@@ -146,11 +146,8 @@ def test_where_an_answer_s_body_ends(
 @pytest.mark.parametrize(
     "text",
     [
-        b"SSH-2.0-x\r\n\r\n",
-        b"\r\n" + NO_BODY,
-        NO_BODY.replace(b"1.1", b"0.9"),
-        NO_BODY.replace(b"1.1", b"2.0"),
-        NO_BODY.replace(b"200", b"099"),
+        *(b"SSH-2.0-x\r\n\r\n", b"\r\n" + NO_BODY, NO_BODY.replace(b"1.1", b"0.9")),
+        *(NO_BODY.replace(b"1.1", b"2.0"), NO_BODY.replace(b"200", b"099")),
         NO_BODY.replace(b"OK", b"O\x01\x00K"),
         answer("101 Other", "connection: upgrade", "upgrade: h2c", "content-length: 0"),
         answer("200 OK", "a b: c"),

@@ -98,14 +98,9 @@ def test_a_connection_lends_its_credential_to_no_later_request() -> None:
     said = [
         read_one(reader, head(*lines)).credential
         for lines in (
-            (b"authorization: Bearer a",),
-            (),
-            (b"a: b", b"authorization: Bearer a"),
-            (b"a: bc", b"authorization: Bearer b"),
-            (b"authorization: Bearer",),
-            (),
-            (b"authorization: Basic a",),
-            (b"authorization: Bearer a",),
+            *((b"authorization: Bearer a",), (), (b"a: b", b"authorization: Bearer a")),
+            *((b"a: bc", b"authorization: Bearer b"), (b"authorization: Bearer",), ()),
+            *((b"authorization: Basic a",), (b"authorization: Bearer a",)),
             (b"Authorization: Bearer a",),
         )
     ]

@@ -117,14 +117,9 @@ def test_what_is_no_dump_is_refused_as_a_whole() -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        {"error": "index unavailable"},
-        {"block_size": 0, "events": []},
-        {"block_size": 2**32, "events": []},
-        {"block_size": -4, "events": []},
-        {"block_size": 4},
-        {"block_size": 4, "events": {}},
-        "oops",
-        None,
+        *({"error": "index unavailable"}, {"block_size": 0, "events": []}),
+        *({"block_size": 2**32, "events": []}, {"block_size": -4, "events": []}, {"block_size": 4}),
+        *({"block_size": 4, "events": {}}, "oops", None),
     ],
 )
 def test_an_entry_that_cannot_be_used_leaves_the_others_standing(entry: object) -> None:
@@ -219,12 +214,8 @@ def test_what_may_be_left_out_has_its_default_and_unknown_keys_are_passed_over()
         event(stored({"block_hash": "1", "tokens_hash": 2})),
         event(stored({"block_hash": 1})),
         event(stored(BLOCK, parent_hash=-1)),
-        event({"removed": {"block_hashes": [1]}}),
-        event({"cleared": None}),
-        event({"stored": None}),
-        event({"moved": {}}),
-        event("stored"),
-        event(None),
+        *(event({"removed": {"block_hashes": [1]}}), event({"cleared": None})),
+        *(event({"stored": None}), event({"moved": {}}), event("stored"), event(None)),
     ],
 )
 def test_a_bad_event_is_told_apart(raw: Raw) -> None:

@@ -40,31 +40,14 @@ def check(text: bytes) -> None:
 
 edges = st.sampled_from(
     [
-        I64_MIN - 1,
-        I64_MIN,
-        -1,
-        0,
-        1,
-        U32_MAX,
-        U32_MAX + 1,
-        I64_MAX,
-        I64_MAX + 1,
-        U64_MAX,
+        *(I64_MIN - 1, I64_MIN, -1, 0, 1, U32_MAX, U32_MAX + 1, I64_MAX, I64_MAX + 1, U64_MAX),
         U64_MAX + 1,
     ]
 )
 integers = st.one_of(edges, st.integers(0, U32_MAX), st.integers(I64_MIN, I64_MAX)).map(str)
 ODD_ITEMS = [
     *(
-        "-0",
-        "0.0",
-        "-0.0",
-        "1.0",
-        "1.5",
-        "1e2",
-        "1E0",
-        "1e400",
-        "1e-400",
+        *("-0", "0.0", "-0.0", "1.0", "1.5", "1e2", "1E0", "1e400", "1e-400"),
         "18446744073709551616000",
     ),
     *("00", "01", "-01", "-", "+", "+1", ".5", "5.", "0x1", "1_0", "1a", "NaN", "Infinity", "//"),

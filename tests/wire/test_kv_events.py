@@ -237,13 +237,8 @@ def test_every_form_of_a_plain_store_is_read_alike(event: object) -> None:
 @pytest.mark.parametrize(
     ("hash_on_the_wire", "read"),
     [
-        (0, 0),
-        (2**64 - 1, 2**64 - 1),
-        (-1, 2**64 - 1),
-        (-(2**63), 2**63),
-        (b"\x07", 7),
-        (b"", 0),
-        (bytes(range(32)), 0x18191A1B1C1D1E1F),
+        *((0, 0), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63), (b"\x07", 7)),
+        *((b"", 0), (bytes(range(32)), 0x18191A1B1C1D1E1F)),
     ],
     ids=repr,
 )
@@ -331,14 +326,8 @@ def test_multimodal_hashes_come_per_block(
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        (None, "nil"),
-        (1.5, "float"),
-        ({"a": 1}, "map"),
-        ([HEX], "list"),
-        ([HEX, "a"], "list"),
-        ([HEX, None], "list"),
-        ([[HEX, 0]], "list"),
-        ([[HEX, 0], 0], "list"),
+        *((None, "nil"), (1.5, "float"), ({"a": 1}, "map"), ([HEX], "list"), ([HEX, "a"], "list")),
+        *(([HEX, None], "list"), ([[HEX, 0]], "list"), ([[HEX, 0], 0], "list")),
         (msgspec.msgpack.Ext(5, b"x"), "other"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

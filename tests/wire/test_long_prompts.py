@@ -42,12 +42,8 @@ def what_it_says(
     except BadRequest as error:
         return 400, error.message
     return (
-        prompt.isl_tokens,
-        prompt.local_hashes,
-        prompt.sequence_count,
-        prompt.first_sequence_hash,
-        prompt.sequence_hashes(),
-        prompt.lora_name,
+        *(prompt.isl_tokens, prompt.local_hashes, prompt.sequence_count),
+        *(prompt.first_sequence_hash, prompt.sequence_hashes(), prompt.lora_name),
     )
 
 

@@ -83,11 +83,7 @@ TOKENS = list(range(10))
 def test_lora_eagle_salt_and_multimodal_objects_all_change_the_hashes() -> None:
     mm = [None, {"mm_objects": [{"mm_hash": 9, "offsets": [[0, 1]]}]}]
     variants: list[dict[str, Any]] = [
-        {},
-        {"lora_name": "a"},
-        {"lora_name": "b"},
-        {"cache_salt": "s"},
-        {"is_eagle": True},
+        *({}, {"lora_name": "a"}, {"lora_name": "b"}, {"cache_salt": "s"}, {"is_eagle": True}),
         {"block_mm_infos": mm},
     ]
     prompts = [select({"token_ids": TOKENS, **extra}) for extra in variants]

@@ -46,13 +46,8 @@ NOT_OF_THE_BYTES = {
 }
 # Forms that the reference reads as well, and that no sender writes.
 NOT_READ = {
-    "worker as [id, rank]",
-    "token_sequence as bin",
-    "request_id bin",
-    "data as {0: payload}",
-    "AddRequest payload positional",
-    "event positional",
-    "envelope positional",
+    *("worker as [id, rank]", "token_sequence as bin", "request_id bin", "data as {0: payload}"),
+    *("AddRequest payload positional", "event positional", "envelope positional"),
     "bytes after the map",
 }
 OTHER_GROUP_KEY = "only the other version's group key"  # D2: either is read

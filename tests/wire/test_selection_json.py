@@ -80,12 +80,7 @@ def test_a_record_of_nothing_shows_nulls_and_leaves_out_empty_maps() -> None:
     record = Worker(spec(), ["endpoint is required"], {}).record()
     shown = json.loads(msgspec.json.encode(record))
     assert [name for name, value in shown.items() if value is not None] == [
-        "worker_id",
-        "model_name",
-        "tenant_id",
-        "lifecycle",
-        "taints",
-        "topology_domains",
+        *("worker_id", "model_name", "tenant_id", "lifecycle", "taints", "topology_domains"),
         "not_schedulable_reasons",
     ]
     assert "kv_events_endpoints" not in shown

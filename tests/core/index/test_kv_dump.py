@@ -234,11 +234,8 @@ def test_what_was_learned_of_blocks_is_beside_them() -> None:
     runs = [run for runs in index.dump() for run in runs]
     one = name_of(ONE)
     assert [(run.block_hashes[0], run.salts, run.again) for run in runs] == [
-        (name_of((0,)), None, None),
-        (one, None, ((one, one),)),
-        (name_of(TWO), None, None),
-        (77, ("s", None), None),
-        (one, None, ((one, one),)),
+        *((name_of((0,)), None, None), (one, None, ((one, one),)), (name_of(TWO), None, None)),
+        *((77, ("s", None), None), (one, None, ((one, one),))),
     ]
     index.store(*RANKS[0], Tier.DEVICE, name_of((0,)), [79], pack([1]), counted=True)
     (two,) = [run for runs in index.dump() for run in runs if run.block_hashes == (name_of(TWO),)]

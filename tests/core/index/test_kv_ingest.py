@@ -64,19 +64,10 @@ def plain(tier: str = "device", first: int = 11, second: int = 12) -> set[Block]
 RECOMMENDED: dict[str, set[Block]] = {
     **dict.fromkeys(
         (
-            "batch_array4_extra",
-            "mixed_unknown_type_then_valid",
-            "mixed_valid_then_bad",
-            "arr6_lora_str",
-            "arr13_locality_local",
-            "arr15_vllm_latest",
-            "arr_extra_unknown_tail",
-            "hash_bytes8",
-            "medium_gpu",
-            "locality_local",
-            "clear_other_rank",
-            "store_dup_diff_hash_same_tokens",
-            "vllm_map_batch_dp0_omitted",
+            *("batch_array4_extra", "mixed_unknown_type_then_valid", "mixed_valid_then_bad"),
+            *("arr6_lora_str", "arr13_locality_local", "arr15_vllm_latest"),
+            *("arr_extra_unknown_tail", "hash_bytes8", "medium_gpu", "locality_local"),
+            *("clear_other_rank", "store_dup_diff_hash_same_tokens", "vllm_map_batch_dp0_omitted"),
         ),
         plain(),
     ),
@@ -410,11 +401,8 @@ def test_counts_add_up() -> None:
     total.add(first.ingest.counts)
     total.add(second.ingest.counts)
     assert list(total.results()) == [
-        ("stored", "applied", 2),
-        ("removed", "applied", 1),
-        ("cleared", "applied", 1),
-        ("stored", "unknown_medium", 2),
-        ("stored", "malformed", 2),
+        *(("stored", "applied", 2), ("removed", "applied", 1), ("cleared", "applied", 1)),
+        *(("stored", "unknown_medium", 2), ("stored", "malformed", 2)),
     ]
     assert (total.blocks_stored, total.blocks_removed) == (3, 1)
 
