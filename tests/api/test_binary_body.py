@@ -88,9 +88,7 @@ BEYOND_JSON = [
     *(
         {"router_config_override": {name: value}}
         for name in (
-            "router_temperature",
-            "prefill_load_scale",
-            "overlap_score_weight",
+            *("router_temperature", "prefill_load_scale", "overlap_score_weight"),
             "shared_cache_multiplier",
         )
         for value in (NO_NUMBER, INFINITY)

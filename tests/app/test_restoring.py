@@ -59,10 +59,7 @@ def told(kept: Kept) -> object:
         {
             held.request_id: (
                 *held.rank_load.key,
-                held.prefill_tokens,
-                held.prefill_done,
-                held.router_id,
-                held.block_count,
+                *(held.prefill_tokens, held.prefill_done, held.router_id, held.block_count),
             )
             for each in partitions.values()
             for held in each.slots.reservations.values()

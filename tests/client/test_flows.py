@@ -613,14 +613,12 @@ def test_settings_that_belong_to_the_service_are_taken_and_other_names_refused()
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("router_temperature", "0.5", TypeError),
-        ("overlap_score_weight", True, TypeError),
+        *(("router_temperature", "0.5", TypeError), ("overlap_score_weight", True, TypeError)),
         ("router_assume_kv_reuse", 1, TypeError),
         ("router_track_output_blocks", "no", TypeError),
         ("router_temperature", -1.0, ValueError),
         ("prefill_load_scale", float("nan"), ValueError),
-        ("shared_cache_multiplier", 2, ValueError),
-        ("overlap_score_credit", 1.5, ValueError),
+        *(("shared_cache_multiplier", 2, ValueError), ("overlap_score_credit", 1.5, ValueError)),
         *(("block_size", 4.0, TypeError), ("block_size", True, TypeError)),
         ("block_size", 0, ValueError),
     ],

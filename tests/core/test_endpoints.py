@@ -66,10 +66,8 @@ def test_replay_endpoint_must_exist(endpoint: str, offset: int) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "key"),
     [
-        ("tcp://Host:05557", "tcp://host:5557"),
-        ("tcp://h:+80", "tcp://h:80"),
-        ("tcp://[FE80::1]:5", "tcp://[fe80::1]:5"),
-        ("tcp://h:000", "tcp://h:0"),
+        *(("tcp://Host:05557", "tcp://host:5557"), ("tcp://h:+80", "tcp://h:80")),
+        *(("tcp://[FE80::1]:5", "tcp://[fe80::1]:5"), ("tcp://h:000", "tcp://h:0")),
         ("ipc:///Run/a:05", "ipc:///Run/a:05"),
     ],
 )

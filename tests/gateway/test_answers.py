@@ -256,9 +256,7 @@ def test_of_a_whole_answer_of_any_size_nothing_is_kept(is_first: bool) -> None:
 ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])
 CHOICE = {"choices": [{"delta": {"content": 'data: [DONE]\n\ndata: {"type":"message_stop"}'}}]}
 LAST = [
-    b"data: [DONE]\n\n",
-    b"data:[DONE]\n\n",
-    b"id: 1\nevent: message_stop\ndata: {}\n\n",
+    *(b"data: [DONE]\n\n", b"data:[DONE]\n\n", b"id: 1\nevent: message_stop\ndata: {}\n\n"),
     b'data: {"type":\ndata: "message_stop"}\n\n',
     *(event({"type": f"response.{each}"}) for each in ("completed", "incomplete", "failed")),
     b"data: [DONE]\n\n: bye\n\n",

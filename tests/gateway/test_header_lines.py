@@ -147,10 +147,8 @@ def test_who_is_urgent_needs_the_right_to_it_and_anybody_can_wait(tokens: Access
     for line, body, asked in (
         (b"x-lean-priority: high", 0, 1),
         (b"X-Lean-Priority:HIGH\t", -1, 1),  # the header comes before the body
-        (b"x-lean-priority: normal", 1, 0),
-        (b"x-lean-priority: low", 1, -1),
-        (b"x-team: b", 1, 1),
-        (b"x-team: b", -1, -1),
+        *((b"x-lean-priority: normal", 1, 0), (b"x-lean-priority: low", 1, -1)),
+        *((b"x-team: b", 1, 1), (b"x-team: b", -1, -1)),
     ):
         for known, credential, trusts, most in (
             *((tokens, ONE, False, 1), (tokens, OTHER, False, 0), (tokens, None, False, 0)),

@@ -56,10 +56,8 @@ LINE = '{"timestamp":0,"input_length":%d,"output_length":1,"hash_ids":[1]}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "truncated"),
-        (LINE % 513, "input_length 513 for 1 hash_ids"),
-        (LINE % 0, "input_length 0"),
-        ('{"timestamp":0}', "input_length"),
+        *(("{", "truncated"), (LINE % 513, "input_length 513 for 1 hash_ids")),
+        *((LINE % 0, "input_length 0"), ('{"timestamp":0}', "input_length")),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -203,11 +203,9 @@ def test_a_bad_header_is_refused(
 @pytest.mark.parametrize(
     ("setting", "word"),
     [
-        ("nothing=1", "nothing"),
-        ("policy=fast", "policy"),
+        *(("nothing=1", "nothing"), ("policy=fast", "policy")),
         ("prefill_load_scale=-1", "prefill_load_scale"),
-        ("prefill_load_scale=nan", "prefill_load_scale"),
-        ("policy", "SETTING=VALUE"),
+        *(("prefill_load_scale=nan", "prefill_load_scale"), ("policy", "SETTING=VALUE")),
     ],
 )
 def test_a_bad_setting_is_refused_by_its_name(

@@ -143,10 +143,8 @@ def many(item: bytes, count: int) -> bytes:
     ("item", "most"),
     [
         (b"[]", MOST_STRINGS_AND_LISTS - 1),  # the list that they stand in is one
-        (b'"x"', MOST_STRINGS_AND_LISTS - 1),
-        (b'{"a":[]}', MOST_STRINGS_AND_LISTS // 2 - 1),
-        (b"1", MOST_VALUES + 1),
-        (b"null", MOST_VALUES + 1),
+        *((b'"x"', MOST_STRINGS_AND_LISTS - 1), (b'{"a":[]}', MOST_STRINGS_AND_LISTS // 2 - 1)),
+        *((b"1", MOST_VALUES + 1), (b"null", MOST_VALUES + 1)),
     ],
 )
 def test_a_long_body_may_have_so_many_values_and_no_more(item: bytes, most: int) -> None:

@@ -187,10 +187,7 @@ def test_unhashable_map_keys_cost_one_event() -> None:
 
 def test_ignored_is_neither_read_nor_skipped() -> None:
     for event in (
-        {"type": "Ignored"},
-        {"type": "Ignored", "x": 1},
-        ["Ignored"],
-        [b"Ignored", 1, 2],
+        *({"type": "Ignored"}, {"type": "Ignored", "x": 1}, ["Ignored"], [b"Ignored", 1, 2]),
     ):
         assert decode(event) == EventBatch(0, [], [])
 

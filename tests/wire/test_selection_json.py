@@ -89,11 +89,8 @@ def test_a_record_of_nothing_shows_nulls_and_leaves_out_empty_maps() -> None:
 
 def test_the_tenant_goes_by_either_name_but_not_by_two_that_differ() -> None:
     cases: list[tuple[dict[str, str], str]] = [
-        ({}, "default"),
-        ({"tenant_id": "a"}, "a"),
-        ({"routing_group": "a"}, "a"),
-        ({"tenant_id": "a", "routing_group": "a"}, "a"),
-        ({"tenant_id": ""}, ""),
+        *(({}, "default"), ({"tenant_id": "a"}, "a"), ({"routing_group": "a"}, "a")),
+        *(({"tenant_id": "a", "routing_group": "a"}, "a"), ({"tenant_id": ""}, "")),
         ({"routing_group": ""}, ""),
     ]
     for named, tenant in cases:

@@ -113,10 +113,8 @@ def test_stores_between_slices_are_never_lost(
 @given(MANY, MANY, PAUSES, st.lists(PATHS))
 @example(  # a run that was told is removed, then one below it is told
     [
-        ("store", (1, 0), Tier.DEVICE, (0,), 0),
-        ("store", (1, 0), Tier.DEVICE, (1, 1), 0),
-        ("store", (1, 1), Tier.DEVICE, (1, 0), 0),
-        ("remove", (1, 0), Tier.DEVICE, (1,), 0),
+        *(("store", (1, 0), Tier.DEVICE, (0,), 0), ("store", (1, 0), Tier.DEVICE, (1, 1), 0)),
+        *(("store", (1, 1), Tier.DEVICE, (1, 0), 0), ("remove", (1, 0), Tier.DEVICE, (1,), 0)),
         ("store", (2, 0), Tier.DEVICE, (1, 0), 0),
     ],
     [("store", (1, 0), Tier.DEVICE, (0,), 0)] * 6 + [("remove", (2, 0), Tier.DEVICE, (1,), 0)],

@@ -98,10 +98,8 @@ def test_another_worker_is_believed_only_of_the_requests_origin(event: ReplicaEv
 @pytest.mark.parametrize(
     ("early", "verdict", "load"),
     [
-        ([FREE], Verdict.FREED_EARLY, IDLE),
-        ([FREE, FREE], Verdict.FREED_EARLY, IDLE),
-        ([FREE, COMPLETE], Verdict.FREED_EARLY, IDLE),
-        ([COMPLETE], Verdict.APPLIED, (0, 3, 1)),
+        *(([FREE], Verdict.FREED_EARLY, IDLE), ([FREE, FREE], Verdict.FREED_EARLY, IDLE)),
+        *(([FREE, COMPLETE], Verdict.FREED_EARLY, IDLE), ([COMPLETE], Verdict.APPLIED, (0, 3, 1))),
     ],
 )
 def test_what_comes_before_an_admission_counts_for_it(
