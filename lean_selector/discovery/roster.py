@@ -234,10 +234,7 @@ class Roster:
                 return
             if self._is_taken(known):
                 return
-            warnings = [
-                *self.register(spec, _has_restarted(known.spec, spec)),
-                *(known.entry.ignored() or self.defaults.ignored()),
-            ]
+            warnings = self.register(spec, _has_restarted(known.spec, spec))
         except (SelectorError, ValueError) as error:
             self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return
