@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import msgspec
@@ -33,7 +34,6 @@ from lean_selector.core.replication.events import ReplicaTarget, restore
 from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.restoring import restore_partition, restore_reservation
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.trackers import Trackers
@@ -190,7 +190,10 @@ class SelectorCatalog:
         }
         for part in file.partitions:
             key = part.model_name, part.tenant_id
-            restore_partition(selector.catalog, key, part.block_size, part.is_eagle, part.members)
+            # Workers with another block size are refused while one of `members` has this one (D3).
+            partition = selector.catalog.new_partition(key, part.block_size, part.is_eagle)
+            selector.catalog.partitions[key] = partition
+            partition.restore(part.members)
         for spec in workers.values():
             with restoring.trying(f"worker {spec.worker_id}"):
                 selector.upsert_worker(spec, now)
@@ -357,13 +360,26 @@ def keep_selector(
         contents.roster = finding.workers
         contents.discoveries = [one.name for finds, one in finding.sightings if finds == "workers"]
 
-    def book(live: LiveReservation, router_id: int | None) -> bool:
-        return restore_reservation(selector, live, router_id)
-
     def targets() -> Iterable[ReplicaTarget]:
         return established(selector.catalog, None, None)
 
+    book = partial(restore_reservation, selector)
     return _kept(config, contents, targets, book, replication, core.state)
+
+
+def restore_reservation(selector: Selector, live: LiveReservation, router_id: int | None) -> bool:
+    """Restore a reservation of an earlier process. `router_id`: the replica that admitted the
+    request; None: this replica. Return False if the reservation could not be restored."""
+    partition = selector.scheduling_partition(live.model_name, live.tenant_id)
+    if partition is None:
+        return False
+    request_id, reservations = live.spec.request_id, selector.reservations
+    if router_id is not None:
+        return restore(partition, live, router_id)
+    if reservations.local_holder(request_id) is not None or not restore(partition, live, None):
+        return False
+    reservations.restored(partition, request_id)
+    return True
 
 
 def keep_trackers(

@@ -7,13 +7,13 @@ from lean_selector.app.state import (
     PeersByHttp,
     SelectorCatalog,
     restore_catalog,
+    restore_reservation,
     restore_reservations,
 )
 from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, sealed
 from lean_selector.app.state_persister import LiveReservations
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.restoring import restore_reservation
 from tests.support.driven_selector import DrivenSelector
 
 EXPIRY_S = 300.0

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from lean_selector.app.peer_access import check_worker
-from lean_selector.app.state import OtherService, restore_catalog
+from lean_selector.app.state import OtherService, restore_catalog, restore_reservation
 from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, opened, sealed
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.replication.shapes import LiveReservation
-from lean_selector.core.selection.restoring import restore_reservation
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from tests.app.kept_selector import Kept
