@@ -20,9 +20,9 @@ from lean_selector.epp.messages import Header
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.headers import QueueHeaders, new_id, session_of
 from lean_selector.gateway.model_request import session_id_of
-from lean_selector.gateway.placing import Chooser, NotChosen, Shed, peeked_model
+from lean_selector.gateway.placing import Chooser, NoPair, NotChosen, Shed, peeked_model
 from lean_selector.gateway.prompts import Prompts, Routed
-from lean_selector.gateway.route import SHED, refusal_fields
+from lean_selector.gateway.route import OF_PREFILL, SHED, prefill_headers, refusal_fields
 from lean_selector.gateway.upstreams import Rotation, WorkerUse
 from lean_selector.http.outbound import Resolve
 from lean_selector.http.urls import Url
@@ -35,7 +35,7 @@ RESOLVE_AGAIN_S: Final = 5.0
 MOST_HELD_BYTES: Final = 128 << 20
 _NOBODY: Final = frozenset[int]()
 _RANK: Final = b"x-data-parallel-rank"
-_OWN: Final = [b"x-reservation-id", b"x-worker-id", _RANK]
+_OWN: Final = [b"x-reservation-id", b"x-worker-id", _RANK, *OF_PREFILL]
 # The last four: the reservation has moved to the worker that has answered; the stream ended before
 # the response; it broke the protocol; the data plane does not tell the response's end.
 EVENTS: Final = ("reserved", "no_body", "moved", "broken", "malformed", "held")
@@ -214,6 +214,8 @@ class Picker:
             found = yield from self._found(request)
         except Shed as shed:
             found = Refused(SHED, str(shed), "overloaded")
+        except NoPair as unpaired:
+            found = Refused(503, unpaired.message, "no_pair")
         except NotChosen:
             found = Refused(503, _NO_WORKER, "no_worker")
         except SelectorError as error:
@@ -268,6 +270,10 @@ class Picker:
             choice.removed.append(_RANK)
         else:
             choice.headers.append((_RANK, b"%d" % use.dp_rank))
+        if (leg := use.leg) is not None:
+            choice.headers += prefill_headers(leg.endpoint.text, leg.worker_id or 0, leg.dp_rank)
+        told = [name for name, _ in choice.headers]
+        choice.removed += [name for name in OF_PREFILL if name not in told]
         if request.forwards and not is_by_load:
             choice.body = routed.body
             if routed.additions.change_answer:

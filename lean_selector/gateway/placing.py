@@ -434,11 +434,11 @@ class Placing:
             except TooLate as late:
                 proxied.fail(late.status, late.message, "timeout")
                 return
-            except NoPair as error:
+            except NoPair as unpaired:
                 if proxied.why:
-                    proxied.fail(502, f"{none_served}; {error.message}", "bad_gateway")
+                    proxied.fail(502, f"{none_served}; {unpaired.message}", "bad_gateway")
                 else:
-                    proxied.fail(503, error.message, "no_pair", RETRY_AFTER)
+                    proxied.fail(503, unpaired.message, "no_pair", RETRY_AFTER)
                 return
             if use is None:
                 if proxied.why and proxied.unknown:  # a worker that comes may serve it

@@ -108,12 +108,12 @@ class Prompts:
             if not self._settings.passes_engine_fields:
                 raise BadRequest(f"{engine_field}: {_FOR_ENGINES}")
             request.why_not = Unknown(Why.CHANGED, f"`{engine_field}` may change the prompt")
+        bars_pair = ENGINE_FIELDS_SET if engine_field is not None else request.bars_pair
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         additions = Additions(request.has_output, _most_tokens(request, served))
         if self._is_off:
             request.why_not = OFF
             forwards = False
-        bars_pair = ENGINE_FIELDS_SET if engine_field is not None else request.bars_pair
         is_unmarked = not additions.mark_salt(request, forwards)
         chain = None
         if request.why_not is None and request.kind != Kind.IDS:

@@ -68,14 +68,23 @@ def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: b
     return encode_response(200, b"", b"", extra)
 
 
-def prefill_headers(endpoint: str, worker_id: int, dp_rank: int) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the headers that name the prefill worker of a pair. llm-d's sidecar in front of the
-    decode worker reads the first, and runs the prefill there. Raises Unavailable."""
-    return (
-        (b"x-prefiller-host-port", _authority_of(endpoint)),
-        (b"x-prefill-worker-id", b"%d" % worker_id),
-        (b"x-prefill-data-parallel-rank", b"%d" % dp_rank),
-    )
+OF_PREFILL: Final = (
+    b"x-prefiller-host-port",
+    b"x-prefill-worker-id",
+    b"x-prefill-data-parallel-rank",
+)
+
+
+def prefill_headers(
+    endpoint: str, worker_id: int, dp_rank: int | None
+) -> list[tuple[bytes, bytes]]:
+    """Return the headers that name the prefill worker of a pair; without a rank if it has only one.
+    llm-d's sidecar in front of the decode worker reads the first, and runs the prefill there.
+    Raises Unavailable."""
+    values = [_authority_of(endpoint), b"%d" % worker_id]
+    if dp_rank is not None:
+        values.append(b"%d" % dp_rank)
+    return list(zip(OF_PREFILL, values, strict=False))
 
 
 def _authority_of(endpoint: str) -> bytes:

@@ -87,6 +87,24 @@ def test_a_client_of_grpc_is_served_and_counted() -> None:
         assert 'lean_selector_epp_refused_total{status="503"} 1' in lines
 
 
+def test_a_pair_s_prefill_worker_is_named_as_in_the_answers_of_route() -> None:
+    served = Served()
+    prefill = {**WORKER, "worker_id": 2, "endpoint": "http://127.0.0.1:8", "worker_role": "prefill"}
+    with served.selector, served.channel() as channel:
+        for worker in ({**WORKER, "worker_role": "decode"}, prefill):
+            assert served.selector.request("POST", "/workers", worker)[0] == 201
+        changes = picked(channel).request_headers.response.header_mutation
+        told = {each.header.key: each.header.raw_value for each in changes.set_headers}
+        assert told["x-gateway-destination-endpoint"] == b"127.0.0.1:9"
+        assert told["x-prefiller-host-port"] == b"127.0.0.1:8"
+        assert told["x-prefill-worker-id"] == b"2"
+        assert "x-prefill-data-parallel-rank" in changes.remove_headers  # it has one
+        assert served.selector.request("DELETE", "/workers/2")[0] == 200
+        refused = picked(channel).immediate_response
+        assert refused.status.code == 503
+        assert b"no_prefill_worker" in refused.body
+
+
 def test_a_token_is_needed_and_health_needs_none(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("read reads\nwrite writes\nadmin admins\n")
