@@ -73,6 +73,7 @@ class FleetView:
                     spec.endpoint,
                     spec.block_size,
                     spec.total_kv_blocks,
+                    spec.worker_role,
                 )
             )
             partition = catalog.partitions.get(spec.key)
@@ -166,6 +167,7 @@ class FleetView:
                     not_schedulable_reasons=worker.reasons,
                     uses_kv_events=settings.use_kv_events,
                     routed_ttl_secs=settings.routed_ttl_s,
+                    worker_role=spec.worker_role,
                 )
             )
             yield

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from lean_selector.api.header_warnings import assumed_without_events, mend_of_incomplete
+from lean_selector.core.selection.shapes import DECODE, PREFILL
 from lean_selector.wire.discovery_states import (
     EVENTS_PORT,
     OF_OTHER_BLOCKS,
@@ -250,6 +251,22 @@ def judge_workers(
                 f"model {model_name}",
                 f"all its workers (tenant {tenant_id}) are ejected, and get requests nevertheless",
                 "repair the engines of the workers below",
+            )
+        roles = {worker.worker_role for worker in alike}
+        if roles == {PREFILL}:
+            yield Finding(
+                Level.ERROR,
+                f"model {model_name}",
+                f"all its workers (tenant {tenant_id}) only prefill, so no request can be served",
+                "register workers with the worker_role decode or both",
+            )
+        elif roles == {DECODE}:
+            yield Finding(
+                Level.WARNING,
+                f"model {model_name}",
+                f"all its workers (tenant {tenant_id}) only decode: requests that ask for a pair "
+                "are refused, or with --pd-fallback local served by one of them",
+                "register workers with the worker_role prefill",
             )
     for worker in workers:
         if _is_schedulable(worker):

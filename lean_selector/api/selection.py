@@ -39,6 +39,7 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
     MOST_FAIRNESS_ID,
+    NEVER,
     OUTLOOK,
     SELECT_AND_RESERVE,
     Booked,
@@ -506,7 +507,8 @@ class SelectionService(WorkerHandlers):
         override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
         terms = self._terms(partition.model_name, override)
-        return inspection.potential_loads(partition, prompt, terms)
+        in_pairs = (body.disaggregate or NEVER) != NEVER
+        return inspection.potential_loads(partition, prompt, terms, in_pairs=in_pairs)
 
     def overlap_scores(self, body: Any) -> Any:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())

@@ -27,8 +27,11 @@ from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.selection_cache import SelectionCache
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
+    BOTH,
+    DECODE,
     GATEWAY,
     PICKER,
+    PREFILL,
     ROUTE,
     SELECT,
     SELECT_AND_RESERVE,
@@ -84,11 +87,10 @@ def selection_families(
         return now() - min(arrivals) if arrivals else 0.0
 
     def saturations() -> Iterator[Sample]:
+        target_s = selector.settings.target_ttft_s or math.inf
         for partition in partitions():
-            yield (
-                scope_labels(partition, role="both"),
-                saturation(partition, selector.settings.target_ttft_s or math.inf),
-            )
+            for role in (PREFILL, DECODE) if partition.has_roles else (BOTH,):
+                yield scope_labels(partition, role=role), saturation(partition, target_s, role)
 
     def rejected() -> Iterator[Sample]:
         for partition in partitions():

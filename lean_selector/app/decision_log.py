@@ -22,6 +22,7 @@ from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.ledger import LifecycleEvents
 from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.reservations import LEG
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.parts import Part
@@ -225,6 +226,12 @@ class DecisionLog(Part):
             self._then.booked(target, reservation, sequence_hashes)
         reservation_id, size = reservation.request_id, target.block_size
         chosen, self._chosen = self._chosen, None
+        if reservation_id.endswith(LEG):
+            whole = self._begun.get(reservation_id.removesuffix(LEG))
+            if whole is not None:
+                whole.prefill_worker, whole.prefill_rank = reservation.rank_load.key
+                whole.cached = max(0, whole.input_length - reservation.prefill_tokens)
+            return
         if not sequence_hashes:
             return
         if chosen is not None and chosen[0] == reservation_id:

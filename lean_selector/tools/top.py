@@ -165,7 +165,7 @@ def _cells(rank: FleetRank, before: FleetRank | None, worker: FleetWorker | None
     return [
         str(rank.worker_id) + (f"/{rank.dp_rank}" if rank.dp_rank else ""),
         printed(endpoint.removeprefix("http://")),
-        rank.state,
+        rank.state if worker is None or worker.role == "both" else f"{rank.state} {worker.role}",
         f"{rank.prefill_tokens}",
         f"{rank.requests}",
         f"{rank.cached_blocks}" + (f"/{total}" if total else ""),

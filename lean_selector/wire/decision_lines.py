@@ -38,5 +38,7 @@ class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
     ended_ms: float | None = None
     cached: int | None = None  # prompt tokens cached on the rank, according to the index
     engine_cached: int | None = None  # cached prompt tokens, according to the engine
+    prefill_worker: int | None = None  # of a pair: who did the prefill; `cached` is there, too
+    prefill_rank: int = 0
     pinned: bool = False
     allowed: list[int] | None = None  # allowed workers; None: all

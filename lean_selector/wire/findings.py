@@ -37,6 +37,7 @@ class CheckedWorker(msgspec.Struct):
     not_schedulable_reasons: list[str] = []
     uses_kv_events: bool = True
     routed_ttl_secs: float = 0.0  # how long a routed prompt is assumed cached
+    worker_role: str = "both"
 
     def __post_init__(self) -> None:
         if self.routing_group is not None:

@@ -18,6 +18,7 @@ class FleetWorker(msgspec.Struct, frozen=True):
     endpoint: str | None
     block_size: int | None
     total_kv_blocks: int | None
+    role: str = "both"
 
 
 class FleetRank(msgspec.Struct, frozen=True, gc=False):

@@ -12,6 +12,7 @@ from msgspec import UnsetType
 from lean_selector.core.selection.router_settings import NotNegative, RouterOverride
 from lean_selector.core.selection.shapes import (
     Booked,
+    Disaggregate,
     Disaggregated,
     Explanation,
     FetchHint,
@@ -115,6 +116,7 @@ class ProjectionRequest16(PromptFields, kw_only=True):
     """The body of POST /potential_loads and /overlap_scores with `--api 1.6`."""
 
     router_config_override: RouterOverride16 | None = None
+    disaggregate: Disaggregate | None = None
 
 
 # -- answers ---------------------------------------------------------------------------------------

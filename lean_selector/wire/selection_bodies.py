@@ -455,6 +455,7 @@ class ProjectionRequest(PromptFields, kw_only=True):
     """The body of POST /potential_loads and /overlap_scores."""
 
     router_config_override: RouterOverride | None = None
+    disaggregate: Disaggregate | None = None
 
 
 class OutputBlockRequest(msgspec.Struct):

@@ -177,3 +177,18 @@ def test_a_line_of_an_access_log_tells_who_served_a_request(tmp_path: Path) -> N
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartError):
         DecisionLog(str(tmp_path / "none" / "t"), 1.0, RouterSettings(), None)
+
+
+def test_a_pair_is_one_line(tmp_path: Path) -> None:
+    """Of its decode worker, with who did the prefill and what was cached there."""
+    logged = LoggedSelector(tmp_path / "log")
+    logged.register(1, worker_role="prefill")
+    logged.register(2, worker_role="decode")
+    logged.partition.index.store(1, 0, Tier.DEVICE, None, [1], pack([1]))
+    logged.book("a", hashes=[1, 2], isl_tokens=512, disaggregate="always")
+    logged.selector.reservations.end("a", "ok", 4, 1.0)
+    logged.log.close()
+    (text,) = lines_of(tmp_path / "log")[1:]
+    line = json.loads(text)
+    assert (line["worker"], line["prefill_worker"], line["cached"]) == (2, 1, 4)
+    assert line["engine_cached"] == 4

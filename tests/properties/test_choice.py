@@ -275,10 +275,10 @@ def hold_to_the_model(
     owed = 7 * len(by_rank)
     for load in partition.slots.ranks.values() if owed else ():
         if partition.fullness.full() & load.mask and load.mask != partition.everyone:
-            partition.fullness.booked(load, partition.everyone, owed)
+            partition.fullness.booked(load, partition.everyone, owed, "both")
             break
     costs = naive_choice.rank_costs(
-        partition, request, among, by_rank, partition.fullness.owed_tokens(found)
+        partition, request, among, by_rank, partition.fullness.owed_tokens(found, "both")
     )
     cost_of = {load.bit: cost for (_, load), cost in zip(among, costs, strict=True)}
 

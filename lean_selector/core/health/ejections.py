@@ -10,7 +10,7 @@ the rank at once. While any rank is in service, successes of ejected ranks do no
 Time is an argument, in monotonic seconds, and does not go backwards."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from lean_selector.core.rank_bits import RankKey
@@ -67,14 +67,22 @@ class Ejections:
 
     # -- what is heard -----------------------------------------------------------------------------
 
-    def record_outcome(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
+    def record_outcome(
+        self,
+        keys: Sequence[RankKey],
+        outcome: str,
+        total: int,
+        now: float,
+        is_alike: Callable[[RankKey], bool] = lambda key: True,
+    ) -> bool:
         """Record the outcome of a request to these ranks: one rank, or all ranks of a worker if the
-        outcome concerns the whole worker. `total`: number of ranks in the partition."""
+        outcome concerns the whole worker. `total`: number of ranks with the same role, which
+        `is_alike` tells from others."""
         if not self.ranks and outcome == OK:
             return False
         changed = self.settle(now)
         if outcome == OK:
-            return self._succeeded(keys, total, now) or changed
+            return self._succeeded(keys, total, now, is_alike) or changed
         due = []
         for key in keys:
             health = self._of(key)
@@ -84,7 +92,7 @@ class Ejections:
                 continue  # the request was sent before the ejection
             if health.on_probation or 0 < self._settings.failures <= health.failures:
                 due.append(key)
-        if not due or not self._may_go(due, total):
+        if not due or not self._may_go(due, total, is_alike):
             return changed
         for key in due:
             health = self.ranks[key]
@@ -100,7 +108,14 @@ class Ejections:
             self._looks_at = min(self._looks_at, health.returns_at)
         return True
 
-    def poll(self, keys: Sequence[RankKey], fault: str | None, total: int, now: float) -> bool:
+    def poll(
+        self,
+        keys: Sequence[RankKey],
+        fault: str | None,
+        total: int,
+        now: float,
+        is_alike: Callable[[RankKey], bool] = lambda key: True,
+    ) -> bool:
         """Record a health poll of the worker that has these ranks. `fault` is None if the poll
         succeeded.
 
@@ -129,7 +144,7 @@ class Ejections:
                 health.is_down = True  # only a successful poll restores it
             else:
                 due.append(key)
-        if not due or not self._may_go(due, total):
+        if not due or not self._may_go(due, total, is_alike):
             return changed
         for key in due:
             health = self.ranks[key]
@@ -175,11 +190,12 @@ class Ejections:
             health = self.ranks[key] = RankHealth()
         return health
 
-    def _may_go(self, due: list[RankKey], total: int) -> bool:
+    def _may_go(self, due: list[RankKey], total: int, is_alike: Callable[[RankKey], bool]) -> bool:
         """Whether the limit (a share of the `total` ranks) allows ejecting the ranks `due`, too."""
-        count = len(self.out) + len(due)
+        out = [key for key in self.out if is_alike(key)]
+        count = len(out) + len(due)
         worker_id = due[0][0]
-        alone = all(key[0] == worker_id for key in self.out)
+        alone = all(key[0] == worker_id for key in out)
         if alone or count * 100 <= self._settings.most_percent * total:
             return True
         self.spared += len(due)
@@ -202,8 +218,14 @@ class Ejections:
         self.out.discard(key)
         self._looks_at = min(self._looks_at, probation_ends_at)
 
-    def _succeeded(self, keys: Sequence[RankKey], total: int, now: float) -> bool:
-        all_are_out = len(self.out) >= total
+    def _succeeded(
+        self,
+        keys: Sequence[RankKey],
+        total: int,
+        now: float,
+        is_alike: Callable[[RankKey], bool],
+    ) -> bool:
+        all_are_out = len([key for key in self.out if is_alike(key)]) >= total
         changed = False
         for key in keys:
             health = self.ranks.get(key)

@@ -70,13 +70,15 @@ class Speeds:
     Read only: `sets` has pairs (time per token relative to the median rank, set of ranks). The sets
     are disjoint. The last set has all ranks that are in no other set."""
 
-    __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
+    __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "prefill_only", "sets")
 
     def __init__(self) -> None:
         self.sets: list[tuple[float, int]] = ONE_SPEED
         self._by_bit: dict[int, RankSpeed] = {}
-        self._medians: list[float] = []  # the known medians of ranks, sorted
-        self._reference = 0.0  # the fleet's median when all steps were last computed
+        self.prefill_only = 0  # ranks; a rank that enters or leaves this set must be forgotten
+        # By role: the known medians of ranks, sorted; and their median when steps were computed.
+        self._medians: tuple[list[float], list[float]] = ([], [])
+        self._reference = [0.0, 0.0]
         self._steps: dict[int, int] = {}  # step -> its ranks, without step 0
         self._slow = 0  # the ranks with a step above 0
 
@@ -133,7 +135,7 @@ class Speeds:
         if speed is None:
             return
         if speed.judged:
-            self._take_median(speed.judged)
+            self._take_median(load.bit, speed.judged)
         self._move(load.bit, speed, 0)
 
     def settle(self, now: float) -> None:
@@ -159,26 +161,33 @@ class Speeds:
         if not was_on_trial and abs(median - judged) <= _NOTHING_NEW * judged:
             return
         if judged:
-            self._take_median(judged)
-        medians = self._medians
+            self._take_median(bit, judged)
+        role = self._role(bit)
+        medians = self._medians[role]
         bisect.insort(medians, median)
         speed.judged = median
         fleet = medians[(len(medians) - 1) >> 1]
-        reference = self._reference
+        reference = self._reference[role]
         if reference <= 0.0 or not 1 / _FLEET_MOVES < fleet / reference < _FLEET_MOVES:
-            self._reference = fleet
+            self._reference[role] = fleet
             for other, known in self._by_bit.items():
-                if known.judged and not known.on_trial:
+                if known.judged and not known.on_trial and self._role(other) == role:
                     self._judge(other, known)
         else:
             self._judge(bit, speed)
 
-    def _take_median(self, median: float) -> None:
-        del self._medians[bisect.bisect_left(self._medians, median)]
+    def _role(self, bit: int) -> int:
+        """Return 1 for a rank that only prefills, else 0: the former are compared among each other
+        alone, since their samples end with the prefill."""
+        return self.prefill_only >> bit & 1
+
+    def _take_median(self, bit: int, median: float) -> None:
+        medians = self._medians[self._role(bit)]
+        del medians[bisect.bisect_left(medians, median)]
 
     def _judge(self, bit: int, speed: RankSpeed) -> None:
         """Change a rank's step (rounded factor) if the rank's median is well outside the step."""
-        steps = STEPS * math.log2(speed.judged / self._reference)
+        steps = STEPS * math.log2(speed.judged / self._reference[self._role(bit)])
         steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
         if abs(steps - speed.step) > _HOLD:
             self._move(bit, speed, round(steps))

@@ -244,7 +244,7 @@ def cells(
         groups = speeds if groups is _NO_PREFERENCE else _both(groups, speeds, ranks)
     sharers = members = None
     full = partition.fullness.full() if terms.eviction else 0
-    owed = partition.fullness.owed_tokens(ranks) if full else 0
+    owed = partition.fullness.owed_tokens(ranks, request.role) if full else 0
     if shares:
         sharers = set_numbers(shares, ranks, len(matches) + 1)
     if len(groups) > 1:

@@ -31,6 +31,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.scheduler import explained_session
 from lean_selector.core.selection.shapes import (
+    BOTH,
     EXPLANATION,
     HINT,
     OUTLOOK,
@@ -85,7 +86,8 @@ def explained(
     weights = by_bit(taint_weights(partition, preferences(request)), shown)
     favoured, bonus = request.favoured, request.bonus_blocks
     unfavoured: float | UnsetType = 0.0 if favoured else UNSET
-    owed, speed = partition.fullness.owed_tokens(ranks), partition.speeds.seconds_per_token
+    owed = partition.fullness.owed_tokens(ranks, request.role)
+    speed = partition.speeds.seconds_per_token
     rows = []
     for worker_id, worker in sorted(partition.workers.items()):
         for load in worker.loads:
@@ -162,13 +164,16 @@ def _why_not(
         return "not_allowed"
     if not request.required_taints <= worker.taints:
         return "taint"
-    if not load.mask & partition.candidates:
-        return "draining" if load.mask & partition.draining else "ejected"
+    mask, role, room = load.mask, request.role, partition.queue.room
+    if not mask & partition.usable(partition.everyone & ~partition.draining, role):
+        if mask & partition.draining:
+            return "draining"
+        return "ejected" if mask & partition.ejected else "role"
     if is_steered:
         return "affinity"
-    if load.mask & partition.busy or partition.queue.room is None:
-        return "busy"
-    return "queue" if not partition.queue.room.below & load.mask else "busy"
+    if not mask & partition.busy and room is not None and not room.below & mask:
+        return "queue"
+    return "busy" if mask & partition.busy or role == BOTH else "partner"
 
 
 def with_more(

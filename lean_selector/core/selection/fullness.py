@@ -38,7 +38,7 @@ class Fullness:
         self._order = order
         self._workers = workers
         self._full = 0
-        self._owed_tokens = 0
+        self._owed_tokens: dict[str, int] = {}  # by role
 
     def full(self) -> int:
         """Return the set of ranks with a full cache. The set may contain bits of removed ranks."""
@@ -60,15 +60,15 @@ class Fullness:
         used += load.active_prefill_tokens // index.block_size
         return 8 * used >= 7 * total
 
-    def owed_tokens(self, ranks: int) -> int:
+    def owed_tokens(self, ranks: int, role: str) -> int:
         """Return how many of a prompt's cached tokens a full rank treats as evicted. Prefill on
         full ranks raises this number, and other prefill lowers it. 0 if all `ranks` are full."""
-        return self._owed_tokens if ranks & ~self.full() else 0
+        return self._owed_tokens.get(role, 0) if ranks & ~self.full() else 0
 
-    def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:
+    def booked(self, load: RankLoad, ranks: int, uncached_tokens: int, role: str) -> None:
         """Record that the rank of `load`, one of `ranks`, has to prefill `uncached_tokens`."""
-        full = self._full
+        full, owed = self._full, self._owed_tokens.get(role, 0)
         if not load.mask & full:
-            self._owed_tokens = max(0, self._owed_tokens - uncached_tokens)
+            self._owed_tokens[role] = max(0, owed - uncached_tokens)
         elif ranks & ~full:
-            self._owed_tokens += uncached_tokens
+            self._owed_tokens[role] = owed + uncached_tokens

@@ -17,6 +17,8 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import (
+    BOTH,
+    DECODE,
     OverlapRow,
     OverlapScores,
     PartitionLoads,
@@ -55,22 +57,25 @@ def loads(
     ]
 
 
-def saturation(partition: Partition, target_ttft_s: float = math.inf) -> float:
+def saturation(partition: Partition, target_ttft_s: float = math.inf, role: str = BOTH) -> float:
     """Return how full the ranks are that may get new requests: 0 idle, 1 full, above 1 too few. A
     rank is as full as its waiting prefill or its active blocks, relative to the threshold at which
     it is busy, or else to the queue's threshold and to all its blocks. Prompts in the queue count
     as waiting prefill, in equal parts. With `target_ttft_s`, a rank is at least as full as the time
     of its waiting prefill, estimated if its speed is known, is to this. Return 2 if requests wait
-    and there is no rank for them."""
-    queue, ranks = partition.queue, partition.candidates.bit_count()
+    and there is no rank for them. `role`: only of the ranks for this part of requests."""
+    queue, candidates = partition.queue, partition.candidates
+    if role != BOTH:
+        candidates = partition.usable(partition.everyone & ~partition.draining, role)
+    ranks = candidates.bit_count()
     if not ranks:
         return 2.0 if len(queue) else 0.0
     batches = queue.rules.threshold
     if not batches or math.isinf(batches):
         batches = 1.0
-    queued, total = queue.isl_tokens / ranks, 0.0
+    queued, total = 0.0 if role == DECODE else queue.isl_tokens / ranks, 0.0
     for worker in partition.workers.values():
-        if not worker.mask & partition.candidates:
+        if not worker.mask & candidates:
             continue
         batch, blocks = worker.max_num_batched_tokens, worker.total_kv_blocks
         limits = partition.threshold.limits(blocks, batch)
@@ -80,7 +85,7 @@ def saturation(partition: Partition, target_ttft_s: float = math.inf) -> float:
         if math.isinf(most_blocks) and blocks:
             most_blocks = float(blocks)
         for load in worker.loads:
-            if load.mask & partition.candidates:
+            if load.mask & candidates:
                 tokens = load.active_prefill_tokens + queued
                 ttft_s = tokens * (partition.speeds.seconds_per_token(load) or 0.0)
                 by_blocks = load.active_decode_blocks / max(1.0, most_blocks)
@@ -114,15 +119,19 @@ def established(
     )
 
 
-def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> list[RankLoadRow]:
-    """Return the load that each rank would have with this prompt."""
+def potential_loads(
+    partition: Partition, prompt: Prompt, terms: CostTerms, *, in_pairs: bool = False
+) -> list[RankLoadRow]:
+    """Return the load that each rank would have with this prompt. `in_pairs`: ranks that only
+    decode would not prefill it."""
+    spared = partition.decode_only if in_pairs else 0
     matches = match_by_rank(partition, prompt.local_hashes)
     slots = partition.slots
     prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
     rows = []
     for rank, load in sorted(slots.ranks.items(), key=_by_rank):
         tokens = load.active_prefill_tokens
-        if terms.track_prefill:
+        if terms.track_prefill and not load.mask & spared:
             match = matches.get(rank)
             cached = 0 if match is None else cached_tokens(terms, match, partition.block_size)
             tokens += max(0, prompt.isl_tokens - cached)

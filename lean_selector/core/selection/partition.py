@@ -4,7 +4,7 @@ Partitions share nothing. The first schedulable worker fixes `block_size` and `i
 selection.md section 0). Before that, a partition may exist only because its index has blocks that
 were copied from a peer; then `established` is False, and no rank can be chosen."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lean_selector.core.errors import NO_ENDPOINTS, Unavailable
@@ -193,14 +193,22 @@ class Partition:
 
     def record_outcome(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
         """Record a request's outcome for these ranks. True if the eligible ranks changed."""
-        return (
-            self.health.record_outcome(keys, outcome, len(self.slots.ranks), now) and self._admit()
-        )
+        return self.health.record_outcome(keys, outcome, *self._alike(keys, now)) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
         """Record a health poll of the worker that has these ranks. Return True if the set of
         eligible ranks changed."""
-        return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
+        return self.health.poll(keys, fault, *self._alike(keys, now)) and self._admit()
+
+    def _alike(
+        self, keys: Sequence[RankKey], now: float
+    ) -> tuple[int, float, Callable[[RankKey], bool]]:
+        """Return how many ranks have the role of these ranks, `now`, and what tells them."""
+        role, workers = self.workers[keys[0][0]].role, self.workers
+        ranks = self.everyone & ~self.prefill_only & ~self.decode_only
+        if role != BOTH:
+            ranks = self.prefill_only if role == PREFILL else self.decode_only
+        return ranks.bit_count(), now, lambda key: workers[key[0]].role == role
 
     def settle_health(self, now: float) -> bool:
         """End ejections whose time is over. Return True if the set of eligible ranks changed."""
@@ -275,6 +283,7 @@ class Partition:
     def _set_role(self, ranks: int, role: str) -> None:
         self.prefill_only = self.prefill_only & ~ranks | (ranks if role == PREFILL else 0)
         self.decode_only = self.decode_only & ~ranks | (ranks if role == DECODE else 0)
+        self.speeds.prefill_only = self.prefill_only
         self.order.set_roles(self.prefill_only, self.has_roles)
 
     # -- busy --------------------------------------------------------------------------------------
@@ -329,6 +338,9 @@ class Partition:
         for taint in worker.taints:
             self.tainted[taint] = self.tainted.get(taint, 0) | worker.mask
         self.workers[worker_id] = worker
+        if old is not None and old.role != worker.role:
+            for load in loads:
+                self.speeds.forget(load)
         if worker.role != BOTH or self.has_roles:
             self._set_role(worker.mask, worker.role)
         self._domains_changed(worker)

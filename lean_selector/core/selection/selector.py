@@ -405,7 +405,7 @@ class Selector:
             except Conflict as error:
                 raise self.reservations.not_booked(error, request.reservation_id) from None
             if terms.eviction:
-                partition.fullness.booked(load, ranks, left)
+                partition.fullness.booked(load, ranks, left, request.role)
         if watch is not None and decision is not None:
             watch.add(decision)
         counts, isl_tokens = load.counts, prompt.isl_tokens

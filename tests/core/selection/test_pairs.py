@@ -7,8 +7,15 @@ import pytest
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
-from lean_selector.core.selection.shapes import EXPLANATION, Placement, PrefillPlacement
-from tests.support.driven_selector import DrivenSelector, pack
+from lean_selector.core.selection.inspection import potential_loads, saturation
+from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.shapes import (
+    EXPLANATION,
+    AffinityTarget,
+    Placement,
+    PrefillPlacement,
+)
+from tests.support.driven_selector import DrivenSelector, pack, teach
 
 PROMPT = list(range(1, 11))  # 40 tokens
 
@@ -114,8 +121,6 @@ def test_a_worker_that_does_both_is_never_a_pair_with_itself() -> None:
 
 
 def test_a_target_without_a_partner_does_both() -> None:
-    from lean_selector.core.selection.shapes import AffinityTarget
-
     driven = fleet("both", "decode")
     placement = chosen(driven, disaggregate="always", target=AffinityTarget(1, None))
     assert (placement.worker_id, reason(placement)) == (1, "no_partner")
@@ -168,3 +173,112 @@ def test_both_are_assumed_to_cache_what_was_booked() -> None:
         assert [index.blocks(n, 0, Tier.DEVICE) for n in (1, 2)] == [10, 10]
         driven.selector.reservations.end("r", "ok", None, 1.0, prefill_outcome=outcome)
         assert [index.blocks(n, 0, Tier.DEVICE) for n in (1, 2)] == [left, 10]
+
+
+def test_a_pair_waits_while_every_prefill_worker_is_above_the_threshold() -> None:
+    """However idle the others are, whose batch size need not be known; what is cached with one that
+    decodes does not wait."""
+    driven = DrivenSelector(queue_threshold=1.0)
+    driven.register(1, worker_role="prefill", max_num_batched_tokens=8)
+    driven.register(2, worker_role="decode", max_num_batched_tokens=None)
+    driven.reserve("a", (1, 0), hashes=[91], prefill=16)
+    for name in ("b", "c"):
+        assert isinstance(
+            driven.book(name, hashes=PROMPT, isl_tokens=40, disaggregate="auto"), Waiting
+        )
+    plain = driven.book("p", hashes=[92], isl_tokens=4)
+    assert isinstance(plain, Placement)
+    assert driven.pending() == (2, 80)
+    hold(driven, 2, 10)
+    assert reason(chosen(driven, "d")) == "cached"
+    driven.partition.index.clear(2, 0)
+    driven.selector.reservations.free("a", driven.now)
+    placed = driven.answers["b"]
+    assert isinstance(placed, Placement)
+    assert pair_of(placed) == (1, 2)
+    assert driven.pending() == (1, 40)
+    assert {"b", "b#prefill"} <= driven.partition.slots.reservations.keys()
+    driven.selector.reservations.prefill_complete("b", driven.now)
+    assert driven.placed("c") == (2, 0)
+    assert isinstance(driven.book("e", hashes=PROMPT, disaggregate="always"), Waiting)
+    driven.remove(1)  # nobody can prefill it any more
+    assert "no_prefill_worker" in str(driven.answers["e"])
+
+
+def test_a_client_that_gives_up_leaves_no_leg() -> None:
+    driven = DrivenSelector(queue_threshold=1.0, turns=True)
+    driven.register(1, worker_role="prefill", max_num_batched_tokens=8)
+    driven.register(2, worker_role="decode")
+    driven.reserve("a", (1, 0), hashes=[91], prefill=16)
+    waiting = driven.book("b", hashes=PROMPT, isl_tokens=40, disaggregate="always")
+    assert isinstance(waiting, Waiting)
+    driven.selector.reservations.free("a", driven.now)
+    assert isinstance(waiting.answer, Placement)
+    waiting.cancel(driven.now)
+    assert not driven.partition.slots.reservations
+
+
+def test_ranks_are_ejected_and_slow_among_those_of_their_role() -> None:
+    driven = fleet("prefill", "prefill", "decode", "decode", "decode", "decode")
+    partition, health = driven.partition, driven.selector.health
+    for worker_id in (1, 2, 3, 4):
+        for _ in range(3):
+            health.record_outcome(worker_id, None, "failed", driven.now)
+    assert partition.health.out == {(1, 0), (3, 0), (4, 0)}  # the other half serves
+    assert pair_of(chosen(driven, disaggregate="always"))[0] == 2
+    for worker_id, seconds in ((1, 1e-3), (2, 1e-3), (3, 4e-3), (4, 4e-3), (5, 4e-3), (6, 16e-3)):
+        teach(partition, partition.slots.ranks[worker_id, 0], seconds)
+    factors = [partition.speeds.factor(partition.slots.ranks[n, 0]) for n in range(1, 7)]
+    assert factors == [1.0, 1.0, 1.0, 1.0, 1.0, 4.0]
+    driven.register(1, worker_role="decode")
+    assert partition.speeds.seconds_per_token(partition.slots.ranks[1, 0]) is None
+
+
+def test_the_pace_of_a_prefill_worker_ends_with_the_leg_and_its_error_with_the_first_token() -> (
+    None
+):
+    driven = fleet("prefill", "decode")
+    partition, reservations = driven.partition, driven.selector.reservations
+    prefill = partition.slots.ranks[1, 0]
+    teach(partition, prefill, 1e-3)
+    for number in range(40):
+        name = f"r{number}"
+        driven.now += 100.0
+        driven.book(name, hashes=[], isl_tokens=2000, disaggregate="always")
+        reservations.end(f"{name}#prefill", "ok", None, driven.now + 4.0)
+        reservations.prefill_complete(name, driven.now + 8.0, ttft_s=8.0)
+        reservations.free(name, driven.now + 50.0)
+    assert partition.speeds.seconds_per_token(prefill) == pytest.approx(2e-3)
+    assert prefill.counts.predictions == 40
+    assert prefill.counts.observed_s == pytest.approx(8.0 * 40)
+    assert partition.speeds.seconds_per_token(partition.slots.ranks[2, 0]) is None
+
+
+def test_how_full_each_role_is() -> None:
+    driven = fleet("prefill", "decode")
+    driven.register(1, worker_role="prefill", max_num_batched_tokens=100)
+    driven.reserve("a", (1, 0), isl_tokens=100, prefill=50)
+    driven.reserve("b", (2, 0), hashes=list(range(25)), prefill=None)
+    found = [saturation(driven.partition, role=role) for role in ("prefill", "decode", "both")]
+    assert found == [0.5, 0.25, 0.25]
+
+
+def test_an_explanation_says_who_has_another_role_or_cannot_be_the_other_one() -> None:
+    driven = fleet("prefill", "decode", "both")
+    placement = chosen(driven, disaggregate="always", allowed=[3], adds=EXPLANATION)
+
+    def why(explanation: Any) -> list[str | None]:
+        return [rank.filtered for rank in explanation.ranks]
+
+    assert why(placement.explain) == ["not_allowed", "not_allowed", None]
+    assert why(placement.prefill.explain) == [None, "role", "partner"]  # type: ignore[union-attr]
+    plain = chosen(driven, "s", disaggregate="never", adds=EXPLANATION)
+    assert why(plain.explain) == ["role", "role", None]
+
+
+def test_projected_loads_of_pairs_have_no_prefill_where_there_is_only_decode() -> None:
+    driven = fleet("prefill", "decode", "both")
+    prompt, terms = driven.request(PROMPT, 40).prompt, driven.selector.terms
+    for in_pairs, tokens in ((False, [40, 40, 40]), (True, [40, 0, 40])):
+        rows = potential_loads(driven.partition, prompt, terms, in_pairs=in_pairs)
+        assert [row.potential_prefill_tokens for row in rows] == tokens
