@@ -14,7 +14,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -184,21 +184,6 @@ def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
         write(kind, error, trace)
 
     return hook
-
-
-def flat(config: object) -> dict[str, object]:
-    """Flattens a configuration struct to a dict: field `port` of `listen` becomes `listen.port`."""
-    fields: dict[str, object] = {}
-
-    def walk(prefix: str, values: Mapping[str, object]) -> None:
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                walk(f"{prefix}{name}.", value)
-            else:
-                fields[prefix + name] = str(value) if isinstance(value, float) else value
-
-    walk("", msgspec.to_builtins(config))
-    return fields
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

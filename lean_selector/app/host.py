@@ -149,13 +149,12 @@ def run(
     are kept in `LogState.doubts`, for `serve` to log."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
-    told = logs.flat(config)
-    own = (
-        f"{each.group}.{each.name}"
+    own = {
+        f"{each.group}.{each.name}": str(value) if isinstance(value, float) else value
         for each in fields_of(type(config))
-        if getattr(getattr(config, each.group), each.name) != each.default
-    )
-    log.info("configuration", extra={"form": form(), **{name: told[name] for name in own}})
+        if (value := getattr(getattr(config, each.group), each.name)) != each.default
+    }
+    log.info("configuration", extra={"form": form(), **own})
     exposed = exposure_warnings(
         listen.host, asks_who=listen.is_guarded, has_allowed=bool(config.endpoints.allowed)
     )

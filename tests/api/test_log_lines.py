@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
 from lean_selector.api.logs import (
@@ -20,7 +19,6 @@ from lean_selector.api.logs import (
     QueuedLines,
     RateLimit,
     TextLines,
-    flat,
 )
 from tests.support.running_service import DEADLINE_S
 
@@ -87,22 +85,6 @@ def test_an_exception_is_a_field_of_the_line() -> None:
     assert json.loads(JsonLines().format(failed))["exception"].endswith("ValueError: why")
     (line,) = TextLines().format(failed).splitlines()
     assert "ValueError: why" in line
-
-
-def test_a_configuration_is_shown_as_fields() -> None:
-    class Inner(msgspec.Struct):
-        port: int
-        threshold: float
-
-    class Outer(msgspec.Struct):
-        listen: Inner
-        peers: list[str]
-
-    assert flat(Outer(Inner(1, float("inf")), ["a"])) == {
-        "listen.port": 1,
-        "listen.threshold": "inf",
-        "peers": ["a"],
-    }
 
 
 def test_a_burst_passes_and_then_one_line_a_second_that_says_how_many_were_kept_back() -> None:
