@@ -32,6 +32,7 @@ def families(state: str) -> set[str]:
     selector = (
         *("--session-affinity-ttl-secs", "60", "--state-dir", state),
         *("--lifecycle-from", f"syslog:127.0.0.1:{free_port()}"),
+        *("--prompts", "tokenize", "--epp-port", str(free_port())),
     )
     found: set[str] = set()
     for module, more in (("lean_selector", selector), ("lean_selector.slot_tracker", ())):
