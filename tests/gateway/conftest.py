@@ -18,5 +18,6 @@ def workers() -> Iterator[list[OpenAiWorker]]:
 def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
     urls = (each.url for each in workers)
     flags = ("--pass-through", "all", "--max-body-mb", "1")
-    with RunningGateway(*urls, *flags, knows=2) as running:
+    queue = ("--queue-threshold", "1", "--discover-defaults", '{"max_num_batched_tokens": 1000000}')
+    with RunningGateway(*urls, *flags, *queue, knows=2) as running:
         yield running

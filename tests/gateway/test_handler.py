@@ -23,6 +23,9 @@ def request_text(path: str, body: bytes, *lines: str) -> bytes:
     return "\r\n".join([*head, "content-type: application/json", *lines, "", ""]).encode() + body
 
 
+NAMED = b'{"model":"m","prompt":"a"}'
+
+
 def chat_body(text: str, **fields: object) -> bytes:
     messages = [{"role": "user", "content": text}]
     return json.dumps({"model": "m", "messages": messages, "max_tokens": 4, **fields}).encode()
@@ -52,6 +55,7 @@ def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningG
         ("GET", "/v1/realtime", None, WEBSOCKET, 501, "no_websocket"),
         ("POST", "/v1/completions", b" " * ((1 << 20) + 1), {}, 413, "request_too_large"),
         ("POST", "/v1/completions", b"{", {}, 400, "invalid_request"),
+        ("POST", "/v1/completions", NAMED, {"x-lean-priority": "urgent"}, 400, "invalid_request"),
         ("POST", "/v1/completions", b'{"model":"gpt-9"}', {}, 404, "model_not_found"),
         ("POST", "/echo", b" " * (1 << 20), {}, 200, None),
     ],
