@@ -11,21 +11,15 @@ prompt as are owed are treated as evicted, which raises the cost. So when the ow
 length of a prefix, another rank computes the prefix."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 
 _DEVICE = Tier.DEVICE
-
-
-class HasBlocks(Protocol):
-    """The part of a worker's record that gives the capacity of its cache."""
-
-    total_kv_blocks: int | None
 
 
 class Fullness:
@@ -33,7 +27,9 @@ class Fullness:
 
     __slots__ = ("_full", "_index", "_order", "_owed_tokens", "_workers")
 
-    def __init__(self, index: KvIndex, order: LoadOrder, workers: Mapping[int, HasBlocks]) -> None:
+    def __init__(
+        self, index: KvIndex, order: LoadOrder, workers: Mapping[int, SchedulableWorker]
+    ) -> None:
         self._index = index
         self._order = order
         self._workers = workers
