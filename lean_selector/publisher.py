@@ -17,14 +17,6 @@ from typing import Self
 import msgspec
 import zmq
 
-from lean_selector.wire.kv_event_shapes import (
-    PublishedBatch,
-    PublishedCleared,
-    PublishedEvent,
-    PublishedRemoved,
-    PublishedStored,
-)
-
 # The next three limits are vLLM's defaults (buffer_steps, hwm), so that all engines offer the same
 # history and queue length.
 PUB_SEND_HWM = 100_000  # messages queued per slow subscriber; above this PUB drops
@@ -42,6 +34,11 @@ _I64_MAX = 2**63 - 1
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_Event = dict[str, object]
+
+
+def _given(**fields: object) -> _Event:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def signed_hashes(hashes: Sequence[int]) -> list[int]:
@@ -73,7 +70,7 @@ class _EventSink:
             raise ValueError("kv_block_size must be greater than 0")
         self.kv_block_size = kv_block_size  # tokens
 
-    def _emit(self, event: PublishedEvent) -> None:
+    def _emit(self, event: _Event) -> None:
         raise NotImplementedError
 
     def publish_stored(
@@ -115,18 +112,22 @@ class _EventSink:
             )
         if count == 0:
             return
+        parent = None if parent_hash is None else signed_hashes([parent_hash])[0]
         self._emit(
-            PublishedStored(
-                block_hashes=signed_hashes(block_hashes[:count]),
-                parent_block_hash=None if parent_hash is None else signed_hashes([parent_hash])[0],
-                token_ids=list(token_ids[: count * self.kv_block_size]),
-                block_size=self.kv_block_size,
-                lora_id=lora_id or None,
-                medium=medium,
-                lora_name=lora_name,
-                extra_keys=None if extra_keys is None else extra_keys[:count],
-                cache_salt=cache_salt,
-            )
+            {
+                "type": "BlockStored",
+                "block_hashes": signed_hashes(block_hashes[:count]),
+                "parent_block_hash": parent,
+                "token_ids": list(token_ids[: count * self.kv_block_size]),
+                "block_size": self.kv_block_size,
+                "lora_id": lora_id or None,
+                **_given(
+                    medium=medium,
+                    lora_name=lora_name,
+                    extra_keys=None if extra_keys is None else extra_keys[:count],
+                    cache_salt=cache_salt,
+                ),
+            }
         )
 
     def publish_removed(
@@ -141,11 +142,13 @@ class _EventSink:
         event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64
         bits."""
         if block_hashes:
-            self._emit(PublishedRemoved(signed_hashes(block_hashes), medium))
+            hashes = signed_hashes(block_hashes)
+            event = {"type": "BlockRemoved", "block_hashes": hashes, **_given(medium=medium)}
+            self._emit(event)
 
     def publish_all_cleared(self) -> None:
         """Announces that this rank no longer has any blocks, on any medium."""
-        self._emit(PublishedCleared())
+        self._emit({"type": "AllBlocksCleared"})
 
 
 class SentBatch(_EventSink):
@@ -153,9 +156,9 @@ class SentBatch(_EventSink):
 
     def __init__(self, kv_block_size: int) -> None:
         super().__init__(kv_block_size)
-        self.events: list[PublishedEvent] = []
+        self.events: list[_Event] = []
 
-    def _emit(self, event: PublishedEvent) -> None:
+    def _emit(self, event: _Event) -> None:
         self.events.append(event)
 
 
@@ -211,7 +214,7 @@ class KvEventPublisher(_EventSink):
             self._context.destroy(linger=0)
             raise
 
-    def _emit(self, event: PublishedEvent) -> None:
+    def _emit(self, event: _Event) -> None:
         self._send([event])
 
     @contextmanager
@@ -230,8 +233,8 @@ class KvEventPublisher(_EventSink):
         if batch.events:
             self._send(batch.events)
 
-    def _send(self, events: list[PublishedEvent]) -> None:
-        payload = _encode(PublishedBatch(time.time(), events, self.data_parallel_rank))
+    def _send(self, events: list[_Event]) -> None:
+        payload = _encode([time.time(), events, self.data_parallel_rank])
         with self._lock:
             number = self.sequence
             frames = [self._topic, number.to_bytes(8, "big"), payload]

@@ -10,10 +10,8 @@ an array. Positions in an array, from vLLM's and SGLang's history (spec: indexer
                   15 lookahead_token_ids
     BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality  5 ownership"""
 
-from collections.abc import Sequence
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
 Hash = int | bytes  # signed or unsigned; bytes if vLLM is configured not to send ints
@@ -146,38 +144,3 @@ class RawMap(Struct):
     def rank(self) -> object:
         ranks = self.data_parallel_rank, self.dp_rank, self.attn_dp_rank
         return next((rank for rank in ranks if rank is not None), None)
-
-
-# -- events that our publisher sends, as an engine would -------------------------------------------
-
-
-class PublishedStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None = None
-    lora_name: str | None = None
-    extra_keys: Sequence[object] | None = None
-    cache_salt: str | None = None
-
-
-class PublishedRemoved(
-    msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False, omit_defaults=True
-):
-    block_hashes: list[int]
-    medium: str | None = None
-
-
-class PublishedCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
-    pass
-
-
-PublishedEvent = PublishedStored | PublishedRemoved | PublishedCleared
-
-
-class PublishedBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    ts: float
-    events: list[PublishedEvent]
-    data_parallel_rank: int
