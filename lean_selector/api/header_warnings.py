@@ -27,6 +27,7 @@ from lean_selector.wire.discovery_states import (
     OTHER_BLOCKS,
     WITHOUT_EVENTS,
 )
+from lean_selector.wire.selection_bodies import DROPPED_FIELDS
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
@@ -128,6 +129,9 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
     warnings = []
     for field in list(given)[:_MOST_FIELDS]:
         if field in fields or len(field) > _LONGEST_FIELD:
+            continue
+        if field in DROPPED_FIELDS and "block_size" in fields:  # the fields of a worker
+            warnings.append(DROPPED_FIELDS[field])
             continue
         meant = _OTHER_NAMES.get(field.lower())
         if meant not in fields:

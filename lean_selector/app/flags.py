@@ -6,8 +6,8 @@ environment, the TOML file, the help and the page of flags are generated from th
 
 The command line takes precedence over the environment, the environment over the file, the file over
 the default. An empty variable counts as unset. An invalid value stops the start with one line and
-status 2 (D15). So do a flag that has no effect because another flag is missing, and an empty value
-that would lift a restriction."""
+status 2 (D15). Three more mistakes stop the start: a flag that was removed, a flag that has no
+effect because another flag is missing, and an empty value that would lift a restriction."""
 
 import argparse
 import math
@@ -22,6 +22,33 @@ from typing import Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_o
 T = TypeVar("T")
 FILE: Final = "--config"
 FLAG: Final = "flag"
+# Flags that earlier releases had, and what to do without each.
+DROPPED: Final = {
+    "--worker-ejection-secs": "the n-th ejection in a row lasts n times 30 s; leave the flag out",
+    "--worker-ejection-max-secs": "an ejection lasts at most 300 s; leave the flag out",
+    "--worker-ejection-max-percent": "at most half of a model's ranks are ejected; leave the flag "
+    "out, or switch ejections off by --worker-ejection-failures 0",
+    "--worker-health-timeout-secs": "a health check may take 2 s; leave the flag out, or name a "
+    "faster path by --worker-health-path",
+    "--worker-health-failures": "the third failed health check in a row counts; set how soon that "
+    "is by --worker-health-interval-secs",
+    "--recovery-timeout-secs": "a recovery takes at most 10 s; leave the flag out",
+    "--kv-source-grace-secs": "a source's fault is logged after 60 s; leave the flag out, and see "
+    "GET /kv_sources, which shows it at once",
+    "--prompts-tokenize-timeout-secs": "a tokenizer may take 2 s; leave the flag out, or set which "
+    "prompts are tokenized by --prompts-tokenize-from",
+    "--prompts-memory-mb": "known prompts take at most 128 MiB; leave the flag out",
+    "--decision-log-mb": "the file is renamed at 512 MiB; leave the flag out, or log fewer "
+    "requests by --decision-log-share",
+    "--state-interval-secs": "live reservations are written every second; leave the flag out",
+    **dict.fromkeys(
+        ("--kv-events-curve-server-keys-file", "--kv-events-curve-secret-key-file"),
+        "no engine encrypts its events; leave the flag out, and keep their ports within a network "
+        "that only engines and selectors reach",
+    ),
+    "--session-affinity-bonus-blocks": "the bonus is 64 blocks; leave the flag out, or set "
+    "--session-affinity hard",
+}
 _WORDS: Final = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -224,6 +251,13 @@ class _Lines(argparse.HelpFormatter):
                           actions, groups, prefix)  # fmt: skip
 
 
+def refuse_dropped(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
+    """Ends the process if the command line has a removed flag."""
+    for name in (each.partition("=")[0] for each in argv):
+        if name in DROPPED:
+            parser.error(f"{name} was removed: {DROPPED[name]}")
+
+
 def load(
     parser: argparse.ArgumentParser,
     config: Callable[..., T],
@@ -231,6 +265,7 @@ def load(
     environ: Mapping[str, str],
 ) -> T:
     """Reads the command line, environment and TOML file. Invalid values end the process."""
+    refuse_dropped(parser, argv)
     args = vars(parser.parse_args(argv))
     found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
     in_file = _read_file(parser, file, found)
@@ -285,6 +320,8 @@ def _read_file(
     by_key = {each.flag.name.removeprefix("--"): each for each in found}
     texts = dict[str, str]()
     for key, value in said.items():
+        if f"--{key}" in DROPPED:
+            parser.error(f"{path}: {key} was removed: {DROPPED[f'--{key}']}")
         if key not in by_key:
             parser.error(f"{path}: {key}: no flag has this name")
         items = value if isinstance(value, list) else [value]

@@ -12,6 +12,7 @@ from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, WorkerRol
 from lean_selector.http.urls import base_without_version, endpoint_url
 from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection_bodies import (
+    DROPPED_FIELDS,
     RankText,
     WorkerFields,
     WorkerRequest,
@@ -116,6 +117,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     topology_domains: dict[str, str] | None = None
     events_port: int | None = None
     replay_port: int | None = None
+    load_endpoint: object = None  # of earlier releases
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,12 +129,16 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {port} is no port")
 
     def given_fields(self) -> dict[str, object]:
-        """Return name -> value of the fields that are set."""
+        """Return name -> value of the fields that are set and have an effect."""
         return {
             name: value
             for name in self.__struct_fields__
-            if (value := getattr(self, name)) is not None
+            if name not in DROPPED_FIELDS and (value := getattr(self, name)) is not None
         }
+
+    def ignored(self) -> list[str]:
+        """Return a warning for each field that is set and has no effect any more."""
+        return [text for name, text in DROPPED_FIELDS.items() if getattr(self, name) is not None]
 
 
 class FoundEndpoint(msgspec.Struct, frozen=True, order=True):

@@ -234,7 +234,10 @@ class Roster:
                 return
             if self._is_taken(known):
                 return
-            warnings = self.register(spec, _has_restarted(known.spec, spec))
+            warnings = [
+                *self.register(spec, _has_restarted(known.spec, spec)),
+                *(known.entry.ignored() or self.defaults.ignored()),
+            ]
         except (SelectorError, ValueError) as error:
             self._refuse(known, error.message if isinstance(error, SelectorError) else str(error))
             return

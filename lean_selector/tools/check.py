@@ -22,6 +22,7 @@ from lean_selector.api.judgements import (
     judge_selector,
     subject_of,
 )
+from lean_selector.app.flags import refuse_dropped
 from lean_selector.discovery.engine_questions import ask_engine
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
@@ -252,6 +253,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="Exit status: 0 without errors, 1 with errors, 2 if no selector answers.",
     )
     add_arguments(parser)
+    refuse_dropped(parser, argv)
     args = parser.parse_args(argv)
     try:
         selector = selector_credentials(args)

@@ -4,7 +4,7 @@ Unknown fields are ignored. For optional fields, `null` counts as absent. In the
 section 1.3 describes the bodies, and section 1.4 the forms of a prompt."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -206,6 +206,12 @@ class EjectedWorker(msgspec.Struct, frozen=True):
 # A key of a map by rank: decimal digits without sign and leading zeros.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 Enforcement = Literal["required", "preferred"]
+
+
+# Fields that earlier releases read, and what became of them. They are accepted and ignored.
+DROPPED_FIELDS: Final = {
+    "load_endpoint": "field load_endpoint is ignored: load reports of engines are no longer read",
+}
 
 
 class WorkerFields(msgspec.Struct, kw_only=True):

@@ -223,6 +223,18 @@ def test_of_a_worker_with_other_blocks_the_way_out_is_named() -> None:
         assert "DELETE" in lines["x-warning"]
 
 
+def test_a_field_that_was_dropped_is_ignored_and_named() -> None:
+    gate = gate_with("m")
+    worker = {"worker_id": 0, "model_name": "m", "endpoint": "http://w", "block_size": 4}
+    dropped = {"load_endpoint": "tcp://w:1"}
+    for call in (("/workers", worker | dropped), ("/workers/0", dropped, "PATCH")):
+        status, lines = headers(gate, *call)
+        assert status in (200, 201)
+        assert "load_endpoint is ignored" in lines["x-warning"]
+    assert "load_endpoint" not in gate.get("/workers")[1][0]
+    assert "x-warning" not in headers(gate, "/select", {"token_ids": [1], **dropped})[1]
+
+
 def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:
     gate = gate_with("llama", "a, b", "ö", "llama", "\U0001f980\x7f")
     status, lines = headers(gate, "/select", {"model_name": "lama", "token_ids": [1]})

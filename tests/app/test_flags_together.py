@@ -1,16 +1,18 @@
 """Flags that need or exclude each other, and values that mean more than they say."""
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from lean_selector.app.flags import fields_of
+from lean_selector.app.flags import DROPPED, Config, fields_of
 from lean_selector.app.gateway_flags import GatewayConfig
 from lean_selector.app.gateway_routes import prompts_of
 from lean_selector.app.host import StartError
 from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.selector_flags import SelectorConfig
+from lean_selector.app.service_flags import TrackerConfig
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.links.names import Resolver
@@ -24,6 +26,26 @@ def gateway(words: str) -> GatewayConfig:
 
 def selector(words: str) -> SelectorConfig:
     return configured(SelectorConfig, words.split())
+
+
+@pytest.mark.parametrize("name", DROPPED)
+@pytest.mark.parametrize("of", [SelectorConfig, GatewayConfig, TrackerConfig])
+def test_a_removed_flag_is_refused_with_what_holds_instead(
+    name: str, of: type[Config], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(f"{name.removeprefix('--')} = 1\n")
+    for argv in ([name, "1"], [f"{name}=1"], ["--port", "1", "--config", str(file)]):
+        said = refusal(capsys, of, argv)
+        assert name.removeprefix("--") in said
+        assert said.endswith(f"removed: {DROPPED[name]}")
+
+
+def test_no_removed_flag_is_left_and_what_is_named_instead_exists() -> None:
+    flags = {each.flag.name for each in fields_of(GatewayConfig)}
+    named = {word for said in DROPPED.values() for word in re.findall(r"--[a-z-]+", said)}
+    assert not flags & DROPPED.keys()
+    assert named <= flags
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,15 @@ def test_what_is_probably_wrong_with_a_worker_is_logged_once(
     assert driven.known(A).error is None
 
 
+def test_a_field_that_was_dropped_is_ignored_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for driven in (Driven(), Driven(Particulars(load_endpoint="tcp://a:1"))):
+        caplog.clear()
+        of_file = None if driven.roster.defaults.load_endpoint else "tcp://a:1"
+        driven.find(entry(load_endpoint=of_file))
+        assert driven.endpoints() == [A]
+        assert "load_endpoint is ignored" in caplog.text
+
+
 def test_an_endpoint_without_a_scheme_is_one_with_that_of_http() -> None:
     driven = Driven()
     driven.find(entry("a:8000", replay_port=6000))
