@@ -51,6 +51,10 @@ async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = re.search(rb"\r\ncontent-length: *(\d+)", head)
             body = await reader.readexactly(int(length[1]) if length else 0)
+            if b"\r\ntransfer-encoding: chunked" in head:
+                while size := int(await reader.readuntil(b"\r\n"), 16):
+                    body += (await reader.readexactly(size + 2))[:-2]
+                await reader.readuntil(b"\r\n")
             if head.startswith(b"get"):
                 writer.write(_plain(head.split(b" ")[1].decode()))
                 continue
@@ -103,7 +107,7 @@ async def _serve(port: int) -> None:
 # -- the client ------------------------------------------------------------------------------------
 
 
-def _request(chunks: int, times: int = 1, user: str = "") -> bytes:
+def request_for(chunks: int, times: int = 1, user: str = "") -> bytes:
     messages = [{"role": "user", "content": PROMPT * times}]
     body = {"model": "m", "messages": messages, "max_tokens": chunks, "stream": True, "user": user}
     return http("POST", "/v1/chat/completions", json.dumps(body).encode())
@@ -120,14 +124,14 @@ async def _ask(port: int, request: bytes, requests: int) -> None:
     writer.close()
 
 
-async def _load(port: int, request: bytes, requests: int) -> None:
+async def load(port: int, request: bytes, requests: int) -> None:
     await asyncio.gather(*(_ask(port, request, requests // CLIENTS) for _ in range(CLIENTS)))
 
 
-async def _open_streams_mb(port: int, pid: int) -> float:
+async def open_streams_mb(port: int, pid: int) -> float:
     """What the gateway takes more while so many streams are open."""
-    request, writers = _request(2, user=HELD), list[asyncio.StreamWriter]()
-    before = sum(map(rss_mb, _tree(pid)))
+    request, writers = request_for(2, user=HELD), list[asyncio.StreamWriter]()
+    before = sum(map(rss_mb, tree(pid)))
     taken = math.nan  # of one that refuses so many
     with contextlib.suppress(asyncio.IncompleteReadError):
         for _ in range(OPEN):
@@ -135,7 +139,7 @@ async def _open_streams_mb(port: int, pid: int) -> float:
             writers.append(writer)
             writer.write(request)
             await reader.readuntil(b"}\n\n")
-        taken = sum(map(rss_mb, _tree(pid))) - before
+        taken = sum(map(rss_mb, tree(pid))) - before
     for writer in writers:
         writer.transport.abort()
     return taken
@@ -144,7 +148,7 @@ async def _open_streams_mb(port: int, pid: int) -> float:
 # -- the candidates --------------------------------------------------------------------------------
 
 
-def _tree(pid: int) -> list[int]:
+def tree(pid: int) -> list[int]:
     """A process and its children."""
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
@@ -189,7 +193,7 @@ def _router(worker: int, command: list[str], port: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def _running(command: list[str], port: int) -> Iterator[int]:
+def running(command: list[str], port: int) -> Iterator[int]:
     """Its process, once it answers."""
     with ChildService(command, port, env=plain_environment()) as child:
         child.wait()
@@ -203,14 +207,14 @@ def _measured(port: int, pid: int, requests: int) -> list[float]:
     """Of COLUMNS."""
 
     def us(request: bytes, count: int) -> float:
-        before = sum(map(cpu_ns, _tree(pid)))
-        asyncio.run(_load(port, request, count))
-        return (sum(map(cpu_ns, _tree(pid))) - before) / 1e3 / (count // CLIENTS * CLIENTS)
+        before = sum(map(cpu_ns, tree(pid)))
+        asyncio.run(load(port, request, count))
+        return (sum(map(cpu_ns, tree(pid))) - before) / 1e3 / (count // CLIENTS * CLIENTS)
 
-    taken = asyncio.run(_open_streams_mb(port, pid))
-    asyncio.run(_load(port, _request(FEW), 64))
-    few, many = us(_request(FEW), requests), us(_request(MANY), requests // 32)
-    return [few, (many - few) / (MANY - FEW), us(_request(FEW, LONG), requests // 8), taken]
+    taken = asyncio.run(open_streams_mb(port, pid))
+    asyncio.run(load(port, request_for(FEW), 64))
+    few, many = us(request_for(FEW), requests), us(request_for(MANY), requests // 32)
+    return [few, (many - few) / (MANY - FEW), us(request_for(FEW, LONG), requests // 8), taken]
 
 
 COLUMNS = ("us per request", "us per chunk", "us per request of 100 kB", "MB for 1 000 streams")
@@ -234,7 +238,7 @@ def main() -> None:
         return
     worker = free_port()
     serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
-    with tempfile.TemporaryDirectory() as folder, _running(serving, worker):
+    with tempfile.TemporaryDirectory() as folder, running(serving, worker):
         candidates: dict[str, Callable[[int], list[str]]] = {}
         for form, python in (("pure", sys.executable), ("compiled", options.compiled)):
             for mode in ("learn", "off") if python else ():
@@ -249,7 +253,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, command in candidates.items():
                 port = free_port()
-                with _running(command(port), port) as pid:
+                with running(command(port), port) as pid:
                     figures[name].append(_measured(port, pid, options.requests))
     out = sys.stdout.write
     out(f"| | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|\n")

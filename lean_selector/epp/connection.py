@@ -54,6 +54,7 @@ CONNECTION_WINDOW: Final = 16 << 20
 MAX_UNSENT_BYTES: Final = 128 << 10  # of a stream, before its window stays closed
 MAX_IDLE_S: Final = 300.0
 MAX_GREETING_S: Final = 10.0  # until the first stream of a connection
+MAX_STUCK_S: Final = 5.0  # while it takes nothing of what was sent
 # Frames in a second
 MAX_RESETS: Final = 2048
 MAX_EMPTY: Final = 512  # PING, SETTINGS, PRIORITY, CONTINUATION, and DATA without data
@@ -236,6 +237,7 @@ class PickerConnection(asyncio.Protocol):
         self._preface = _PREFACE_BYTES  # that are missing
         self._is_put_off = self._is_paused = self._is_closing = self._is_reading = False
         self._had_streams = False
+        self._stuck_since = 0.0  # 0: it takes what is sent
         self._has_room = False  # of windows, since responses were last sent on
         self._resets = self._empty = 0  # frames since `_counted_at`
         self._counted_at = 0.0
@@ -282,11 +284,15 @@ class PickerConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The peer does not read, so it gets no more to answer."""
         self._is_paused = True
+        self._stuck_since = self._connections.now
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        if not self._is_put_off and not self._is_closing:
+        if self._is_closing:
+            return
+        self._stuck_since = 0.0
+        if not self._is_put_off:
             self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -302,7 +308,9 @@ class PickerConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         limit_s = MAX_IDLE_S if self._had_streams else MAX_GREETING_S
-        if not self._streams and now - self.since > limit_s:
+        if self._stuck_since and now - self._stuck_since > MAX_STUCK_S:
+            self.abort()
+        elif not self._streams and now - self.since > limit_s:
             self.go_away(ErrorCodes.NO_ERROR)
 
     def turn_away(self, reason: str) -> None:
@@ -468,4 +476,5 @@ class PickerConnection(asyncio.Protocol):
     def _close(self) -> None:
         self._flush()
         self._is_closing = True
+        self._stuck_since = self._stuck_since or self._connections.now
         self._transport.close()

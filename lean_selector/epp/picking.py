@@ -317,6 +317,6 @@ class Picker:
                 steps.send(None)
         except StopIteration as end:
             choice.use = end.value
-        except (NotChosen, Shed):
+        except (NotChosen, Shed, SelectorError):
             pass  # it is busy, so it is not reserved
         steps.close()

@@ -48,19 +48,22 @@ class EpEnvoy(Gateway):
         picker_port: int,
         workers: list[int],
         mode: Mapping[str, str],
+        host: str,
         changes: Mapping[str, str],
     ) -> None:
         super().__init__(folder, Places(folder, "tcp"), workers)
-        self._picker_port, self._mode, self._changes = picker_port, mode, changes
+        self._picker_port, self._mode, self._host = picker_port, mode, host
+        self._changes = changes
 
     def command(self) -> list[str]:
         listen = "address: {}, port_value: {}"
+        ports = [worker.rpartition(":")[2] for worker in self.workers]
         text = edited(
             DEPLOY / "envoy" / "epp.yaml",
             {
                 **{
-                    listen.format(*old.split(":")): listen.format(*new.split(":"))
-                    for old, new in zip(WORKERS, self.workers, strict=True)
+                    listen.format(*old.split(":")): listen.format(f'"{self._host}"', port)
+                    for old, port in zip(WORKERS, ports, strict=True)
                 },
                 listen.format("0.0.0.0", 8080): listen.format("127.0.0.1", self.port),
                 "port_value: 9002": f"port_value: {self._picker_port}",
@@ -88,9 +91,11 @@ class Picked:
         folder: Path,
         mode: Mapping[str, str],
         *flags: str,
-        changes: Mapping[str, str] | None = None,
+        host: str = "127.0.0.1",
+        tells_first_token: bool = False,
     ) -> None:
-        self.workers = [OpenAiWorker(), OpenAiWorker()]
+        """`host`: of the workers. `tells_first_token`: with the recipe's Lua."""
+        self.workers = [OpenAiWorker(host=host), OpenAiWorker(host=host)]
         self.name = ""
         self.picker_port = free_port()
         self.selector = RunningService(
@@ -100,7 +105,10 @@ class Picked:
             *flags,
         )
         ports = [worker.port for worker in self.workers]
-        self.envoy = EpEnvoy(folder, self.picker_port, ports, mode, changes or {})
+        changes = {"port_value: 8092": f"port_value: {self.selector.port}"}
+        if tells_first_token:
+            changes["#+"] = ""
+        self.envoy = EpEnvoy(folder, self.picker_port, ports, mode, host, changes)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:

@@ -23,9 +23,11 @@ from tests.epp.behind_envoy import (
     chat,
 )
 from tests.support.openai_worker import MODEL, rendered
-from tests.support.prometheus_tools import scrape
+from tests.support.prometheus_tools import parsed, scrape
 from tests.support.running_service import RunningService, wait_until
 
+STREAMS = 1_000
+PREFILL_COMPLETE = "/reservations/{reservation_id}/prefill_complete"
 BODIES_MODES = [name for name, mode in MODES.items() if "BUFFERED" in name or "FULL" in name]
 
 
@@ -133,19 +135,31 @@ def test_an_engine_that_fails_frees_its_reservation(picked: Picked) -> None:
 
 
 def test_many_streams_at_once(picked: Picked) -> None:
-    """Each is answered, and nothing stays."""
+    """They wait for their second token together. A third of the clients leave then, and the workers
+    of all others die: nothing stays."""
+    if picked.name not in (RECIPE, DUPLEX):
+        return  # these two are what gateways send
+    fake = {"stall_after": 1}
     clients = [
-        raw(picked, json.dumps(chat(f"many {number}", stream=True, max_tokens=3)).encode())
-        for number in range(150)
+        raw(picked, json.dumps(chat(f"many {number}", stream=True, fake=fake)).encode())
+        for number in range(STREAMS)
     ]
+    wait_until(lambda: picked.selector.active() == STREAMS, "all are reserved")
+    assert metric(picked, "epp_streams") == STREAMS
     for client in clients:
-        text = b""
-        while not text.endswith(b"0\r\n\r\n"):
-            more = client.recv(65536)
-            assert more, text
-            text += more
-        assert text[9:12] == b"200"
+        assert client.recv(10)[9:] == b"2"
+    for client in clients[::3]:
         client.close()
+    left = len(clients) - len(clients[::3])
+    wait_until(lambda: picked.selector.active() == left, "those who left are free")
+    for worker in picked.workers:
+        worker.kill()
+    picked.wait_until_free()
+    for client in clients:
+        client.close()
+    for worker in picked.workers:
+        worker.start()
+    wait_until(lambda: picked.ask(chat("well"))[0] == 200, "they serve again")
     picked.wait_until_free()
     assert metric(picked, "epp_streams") == 0
     assert metric(picked, 'epp_events_total{event="malformed"}') == 0
@@ -222,6 +236,38 @@ def test_buffered_without_any_response_is_exact_too(tmp_path: Path) -> None:
         assert picked.selector.active() == 1
         client.close()
         picked.wait_until_free()
+
+
+def test_workers_have_ipv6_addresses(tmp_path: Path) -> None:
+    with Picked(tmp_path, MODES[RECIPE], host="::1") as picked:
+        for number in range(4):
+            assert picked.ask(chat(f"six {number}"))[0] == 200
+        asked = [worker.seen()["requests"] for worker in picked.workers]
+        assert all(any(CHAT in each["line"] for each in requests) for requests in asked)
+        assert metric(picked, 'epp_events_total{event="reserved"}') == 4
+        picked.wait_until_free()
+
+
+def test_the_recipe_s_lua_tells_the_first_token(tmp_path: Path) -> None:
+    with Picked(tmp_path, MODES[RECIPE], tells_first_token=True) as behind:
+
+        def told() -> int:
+            samples = parsed(scrape(behind.selector.port, None))[
+                "lean_selector_http_requests_total"
+            ]
+            wanted = {("route", PREFILL_COMPLETE), ("status", "200")}
+            return sum(int(count) for labels, count in samples.items() if wanted <= labels)
+
+        body = chat("first", stream=True, fake={"stall_after": 1})
+        for count in (1, 2):
+            with closing(raw(behind, json.dumps(body).encode())) as client:
+                assert client.recv(10)
+                wait_until(lambda count=count: told() == count, "it is told")  # type: ignore[misc]
+                assert behind.selector.active() == 1
+            behind.wait_until_free()
+        assert behind.ask(chat("fails", fake={"status": 500}))[0] == 500
+        behind.wait_until_free()
+        assert told() == 2, "an error is no token"
 
 
 def test_a_drain_turns_readiness_waits_and_resets(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Transport:
 
     def __init__(self) -> None:
         self.written = bytearray()
-        self.is_closed = self.is_paused = False
+        self.is_closed = self.is_paused = self.is_aborted = False
 
     def write(self, data: bytes | bytearray) -> None:
         self.written += data
@@ -73,7 +73,8 @@ class Transport:
     def close(self) -> None:
         self.is_closed = True
 
-    abort = close
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
 
     def pause_reading(self) -> None:
         self.is_paused = True
@@ -367,6 +368,18 @@ def test_a_peer_that_does_not_read_is_not_read() -> None:
     assert peer.transport.is_paused
     peer.of.resume_writing()
     assert not peer.transport.is_paused
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_peer_that_takes_nothing_is_dropped(is_closed: bool) -> None:
+    peer = Peer().sends(OPEN)
+    peer.of.pause_writing()
+    if is_closed:
+        peer.of.turn_away("stopping")
+    peer.connections.sweep(100.0 + under_test.MAX_STUCK_S)
+    assert not peer.transport.is_aborted
+    peer.connections.sweep(100.1 + under_test.MAX_STUCK_S)
+    assert peer.transport.is_aborted
 
 
 def test_other_work_of_the_loop_comes_between() -> None:

@@ -1,5 +1,8 @@
 """The picker of a running selector, asked by grpcio: health, tokens, TLS, and its metrics."""
 
+import contextlib
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -12,10 +15,11 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from lean_selector.epp.connection import EXT_PROC
-from loadtest.child_service import free_port
+from loadtest.child_service import free_port, rss_mb
+from tests.epp.test_connection import ATTACKS, GREETING
 from tests.support.certificates import Authority
 from tests.support.prometheus_tools import scrape
-from tests.support.running_service import RunningService
+from tests.support.running_service import RunningService, wait_until
 
 READINESS = b"\n\x09readiness"
 
@@ -68,6 +72,37 @@ def picked(channel: Any, token: str | None = None) -> Any:
     finally:
         answered.set()
     return pb.ProcessingResponse.FromString(answer)
+
+
+def destination(answer: Any) -> str:
+    return str(answer.dynamic_metadata["envoy.lb"]["x-gateway-destination-endpoint"])
+
+
+@contextlib.contextmanager
+def held(channel: Any) -> Iterator[Any]:
+    """A stream whose request was answered, and whose response does not begin."""
+    over = threading.Event()
+    request = pb.ProcessingRequest()
+    request.request_headers.headers.headers.add(key=":path", raw_value=b"/v1/models")
+    request.request_headers.end_of_stream = True
+
+    def requests() -> Iterator[bytes]:
+        yield request.SerializeToString()
+        over.wait(60)
+
+    call = channel.stream_stream(f"/{EXT_PROC}/Process", raw, raw)(requests(), timeout=60)
+    try:
+        next(call)
+        yield call
+    finally:
+        over.set()
+
+
+@pytest.fixture(scope="module")
+def served_once() -> Iterator[Served]:
+    served = Served()
+    with served.selector:
+        yield served
 
 
 WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://127.0.0.1:9", "block_size": 16}
@@ -129,6 +164,52 @@ def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
     with served.selector, served.channel(authority.pem) as channel:
         assert health(channel) == b"\x08\x01"
         assert picked(channel).immediate_response.status.code == 503
+
+
+def test_the_workers_of_a_tenant_are_chosen_by_their_addresses() -> None:
+    """An address of IPv6, and a second one behind a comma."""
+    served = Served("--epp-tenant", "a", "--epp-fallbacks", "1")
+    endpoints = ["http://[::1]:9", "http://127.0.0.1:9"]
+    with served.selector, served.channel() as channel:
+        assert served.selector.request("POST", "/workers", WORKER)[0] == 201
+        assert picked(channel).immediate_response.status.code == 503  # it is another tenant's
+        for number, endpoint in enumerate(endpoints):
+            worker = {**WORKER, "worker_id": 2 + number, "endpoint": endpoint, "tenant_id": "a"}
+            assert served.selector.request("POST", "/workers", worker)[0] == 201
+        told = destination(picked(channel))
+        assert sorted(told.split(",")) == ["127.0.0.1:9", "[::1]:9"]
+
+
+def test_a_drain_says_so_first_and_resets_what_is_left() -> None:
+    served = Served("--drain-secs", "1")
+    with served.selector, served.channel() as channel, served.channel() as other:
+        assert served.selector.request("POST", "/workers", WORKER)[0] == 201
+        with held(channel) as call:
+            assert health(other) == b"\x08\x01"
+            served.selector.process.terminate()
+            wait_until(lambda: health(other) == b"\x08\x02", "it says that it drains")
+            with pytest.raises(grpc.RpcError) as reset:
+                next(call)
+            assert reset.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+        served.selector.process.wait(60)
+        assert re.search(r"streams of gateways were reset.*streams\W+1", served.selector.log())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_over_a_socket_hurts_nobody(served_once: Served, name: str) -> None:
+    """Nothing of it is left, and others are answered."""
+    with socket.create_connection(("127.0.0.1", served_once.port), timeout=60) as attacker:
+        with contextlib.suppress(OSError):  # it is closed before all is sent
+            attacker.sendall(GREETING + ATTACKS[name])
+            attacker.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while attacker.recv(1 << 16):
+                pass
+    with served_once.channel() as channel:
+        assert health(channel) == b"\x08\x01"
+    lines = scrape(served_once.selector.port, None).splitlines()
+    assert "lean_selector_epp_streams 0" in lines
+    assert rss_mb(served_once.selector.process.pid) < 200
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,7 @@ class Envoy(Gateway):
                 DEPLOY / "envoy" / "envoy.yaml",
                 {
                     **addresses,
+                    **({"#+": ""} if self.places.is_unix else {}),  # with its optional Lua
                     "address: 0.0.0.0, port_value: 8080": (
                         f"address: 127.0.0.1, port_value: {self.port}"
                     ),

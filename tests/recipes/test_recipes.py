@@ -392,8 +392,9 @@ def test_nginx_with_njs_tells_the_rank_to_the_worker_that_was_booked_only(tmp_pa
         assert all(headers["x-request-id"] for headers in asked)
 
 
-def test_nginx_with_lua_tells_when_the_first_byte_comes(tmp_path: Path) -> None:
-    with Fleet(tmp_path, "nginx-lua", "unix") as fleet:
+@pytest.mark.parametrize("gateway", ["nginx-lua", "envoy"])
+def test_lua_tells_when_the_first_byte_comes(gateway: str, tmp_path: Path) -> None:
+    with Fleet(tmp_path, gateway, "unix") as fleet:
         body = chat("hello", stream=True, max_tokens=2_000, fake={"stall_after": 1})
         with fleet.gateway.connection() as connection:
             connection.request("POST", CHAT, json.dumps(body))

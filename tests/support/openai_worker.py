@@ -54,7 +54,13 @@ PREFILL_TOKENS_PER_S = 200_000.0
 OPTIONS: dict[str, Any] = {
     **{"blocks": 2_000, "tokens_per_s": 2_000.0, "version": None},
     **{"replays": True, "renders": True, "fails": None, "certificate": None},
-    **{"transfers": False, "lease_s": 30.0, "engine_id": None, "publishes": True},
+    **{
+        "host": "127.0.0.1",
+        "transfers": False,
+        "lease_s": 30.0,
+        "engine_id": None,
+        "publishes": True,
+    },
 }
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
@@ -115,7 +121,8 @@ class OpenAiWorker:
 
     @property
     def url(self) -> str:
-        return f"{self._scheme}://127.0.0.1:{self.port}"
+        host = self._options["host"]
+        return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def registration(self, worker_id: int) -> dict[str, object]:
         """The body of POST /workers, for selectors that do not find it by its URL."""
@@ -148,7 +155,7 @@ class OpenAiWorker:
         `connections`, completions that were `hung_up` on, `active` requests, `hit_blocks`,
         `prompt_blocks` and `published_batches`; `legs` on which it prefilled, their `pulls`,
         the `leases` that no worker has fetched, and `poisoned` transfers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection(self._options["host"], self.port, timeout=20)
         with contextlib.closing(connection):
             connection.request("GET", "/fake/seen")
             answer: dict[str, Any] = json.loads(connection.getresponse().read())
@@ -636,7 +643,7 @@ async def _serve(options: SimpleNamespace) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(options.certificate)
     worker = _Worker(options)
-    server = await asyncio.start_server(worker.accept, "127.0.0.1", options.port, ssl=context)
+    server = await asyncio.start_server(worker.accept, options.host, options.port, ssl=context)
     sys.stdout.write("up\n")
     sys.stdout.flush()
     stop = asyncio.Event()

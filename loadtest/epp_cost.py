@@ -1,0 +1,212 @@
+"""What a request and a streamed chunk cost in an endpoint picker behind Envoy, and what it adds.
+
+    python -m loadtest.epp_cost [--compiled PYTHON] [--others FOLDER --others-package FOLDER]
+
+CPU seconds of the selector's process, as in `gateway_cost`, whose workers and clients are used; the
+time to the first byte, one request after the other; and the memory that 1 000 open streams take.
+The ways to ask take turns: nobody, ext_authz (`deploy/envoy/envoy.yaml`), and ext_proc in the modes
+of MODES (`deploy/envoy/epp.yaml`). `--others` has pickers to compare with, `epp_h2.py` and
+`epp_upb.py` (grpc.aio), which take --grpc-port and the flags of a selector of `--others-package`.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from loadtest.child_service import (
+    JSON,
+    ROOT,
+    ChildService,
+    asked,
+    cpu_ns,
+    free_port,
+    plain_environment,
+)
+from loadtest.gateway_cost import (
+    CLIENTS,
+    FEW,
+    MANY,
+    load,
+    open_streams_mb,
+    request_for,
+    running,
+)
+
+DEPLOY = ROOT / "deploy/envoy"
+DUPLEX = {
+    "request_body_mode": "FULL_DUPLEX_STREAMED",
+    "request_trailer_mode": "SEND",
+    "response_body_mode": "FULL_DUPLEX_STREAMED",
+}
+NOTHING = {
+    "request_header_mode": "SKIP",
+    "request_body_mode": "NONE",
+    "response_header_mode": "SKIP",
+    "response_trailer_mode": "SKIP",
+}
+MODES = {"full duplex": DUPLEX, "trailers": {"response_header_mode": "SKIP"}}
+LUA = "trailers and Lua"
+COLUMNS = ("us a request", "us a chunk", "ms to the first byte", "MB for 1 000 streams")
+FLAGS = ("--host", "127.0.0.1", "--use-kv-events", "false", "--prompts", "off")
+Place = tuple[int, int]  # the ports of the API and of the picker
+
+
+def _ours(python: str, place: Place) -> list[str]:
+    api, port = map(str, place)
+    command = [python, "-P", "-m", "lean_selector", "--port", api, *FLAGS]
+    return [*command, "--epp-port", port, "--epp-host", "127.0.0.1"]
+
+
+def _asked_by_http(python: str, folder: str, ends: int, place: Place) -> list[str]:
+    command = [python, "-P", "-m", "lean_selector", "--port", str(place[0]), *FLAGS]
+    lifecycle = f"syslog:127.0.0.1:{ends}"
+    return [*command, "--uds", f"{folder}/selector.sock", "--lifecycle-from", lifecycle]
+
+
+def _others(folder: str, kind: str, place: Place) -> list[str]:
+    api, port = map(str, place)
+    command = [sys.executable, f"{folder}/epp_{kind}.py", "--grpc-port", port, "--end", "full"]
+    return [*command, "--port", api, *FLAGS]
+
+
+def _configured(recipe: str, changes: dict[str, str], mode: dict[str, str], folder: str) -> Path:
+    text = (DEPLOY / recipe).read_text()
+    for old, new in changes.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    for name, value in mode.items():
+        text, count = re.subn(rf"(?m)^( +{name}): \w+$", rf"\1: {value}", text)
+        assert count == 1, name
+    path = Path(folder) / "envoy.yaml"
+    path.write_text(text)
+    return path
+
+
+async def _first_byte_ms(port: int, count: int) -> float:
+    request, taken = request_for(FEW), []
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for _ in range(count):
+        began = time.perf_counter()
+        writer.write(request)
+        await reader.readuntil(b"\n\n")
+        taken.append(1e3 * (time.perf_counter() - began))
+        await reader.readuntil(b"\n\r\n0\r\n\r\n")
+    writer.close()
+    return statistics.median(taken)
+
+
+def _measured(port: int, pid: int, requests: int) -> list[float]:
+    """Of COLUMNS."""
+
+    def us(request: bytes, count: int) -> float:
+        before = cpu_ns(pid)
+        asyncio.run(load(port, request, count))
+        return (cpu_ns(pid) - before) / 1e3 / (count // CLIENTS * CLIENTS)
+
+    asyncio.run(load(port, request_for(FEW), 200))
+    few, many = us(request_for(FEW), requests), us(request_for(MANY), requests // 16)
+    first_byte = asyncio.run(_first_byte_ms(port, 200))
+    taken = asyncio.run(open_streams_mb(port, pid))
+    return [few, (many - few) / (MANY - FEW), first_byte, taken]
+
+
+@contextlib.contextmanager
+def _selector(command: Sequence[str], api: int, workers: list[int], package: str) -> Iterator[int]:
+    """The process of a selector that knows the workers."""
+    env = plain_environment(**({"PYTHONPATH": package} if package else {}))
+    with ChildService(list(command), api, env=env) as child:
+        child.wait()
+        for number, worker in enumerate(workers):
+            spec = {"worker_id": number, "model_name": "m", "block_size": 16}
+            spec |= {"endpoint": f"http://127.0.0.1:{worker}", "total_kv_blocks": 100_000}
+            body = json.dumps(spec).encode()
+            status, text = asked(api, "POST", "/workers", body, JSON)
+            assert status == 201, text
+        yield child.process.pid
+
+
+def _round(options: argparse.Namespace, workers: list[int], folder: str) -> Iterator[tuple]:  # type: ignore[type-arg]
+    """(name, figures) of each candidate."""
+    envoy = next(Path(sys.prefix).glob("lib/python*/site-packages/envoy/_bin/envoy"))
+    ends = free_port()
+    forms = {"pure": sys.executable}
+    if options.compiled:
+        forms["compiled"] = options.compiled
+    candidates = {}
+    for form, python in forms.items():
+        if form == "pure":
+            candidates["nobody asked"] = (partial(_ours, python), "epp.yaml", NOTHING, "")
+        asks = partial(_asked_by_http, python, folder, ends)
+        candidates[f"ext_authz, {form}"] = (asks, "envoy.yaml", {}, "")
+        for name, mode in (*MODES.items(), (LUA, MODES["trailers"])):
+            candidates[f"ext_proc, {name}, {form}"] = (partial(_ours, python), "epp.yaml", mode, "")
+    for kind in ("h2", "upb") if options.others else ():
+        for name, mode in MODES.items():
+            asks = partial(_others, options.others, kind)
+            package = options.others_package
+            candidates[f"{kind}, {name}"] = (asks, "epp.yaml", mode, package)
+    for name, (command, recipe, mode, package) in candidates.items():
+        if options.only and not re.search(options.only, name):
+            continue
+        port, place = free_port(), (free_port(), free_port())
+        listen = "address: {}, port_value: {}"
+        changes = {
+            listen.format("10.0.0.11", 8000): listen.format("127.0.0.1", workers[0]),
+            listen.format("10.0.0.12", 8000): listen.format("127.0.0.1", workers[1]),
+            listen.format("0.0.0.0", 8080): listen.format("127.0.0.1", port),
+        }
+        if recipe == "epp.yaml":
+            changes["port_value: 9002"] = f"port_value: {place[1]}"
+            if LUA in name:
+                changes |= {"#+": "", "port_value: 8092": f"port_value: {place[0]}"}
+        else:
+            changes["/run/lean/selector.sock"] = f"{folder}/selector.sock"
+        config = _configured(recipe, changes, mode, folder)
+        flags = "--disable-hot-restart --concurrency 1 --log-level error"
+        logger = f"logger --udp --server 127.0.0.1 --port {ends} --rfc3164 --tag envoy"
+        line = f"exec {envoy} -c {config} {flags} --file-flush-interval-msec 50"
+        shell = ["bash", "-c", line if recipe == "epp.yaml" else f"{line} > >({logger})"]
+        with _selector(command(place), place[0], workers, package) as pid, running(shell, port):
+            yield name, _measured(port, pid, options.requests)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compiled", help="a Python that has our compiled wheel")
+    parser.add_argument("--others", help="a folder of pickers to compare with")
+    parser.add_argument("--others-package", default="", help="the lean_selector that they import")
+    parser.add_argument("--only", help="a regular expression of the candidates' names")
+    parser.add_argument("--requests", type=int, default=2_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    figures: dict[str, list[list[float]]] = {}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        workers = [free_port(), free_port()]
+        for port in workers:
+            serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(port)]
+            stack.enter_context(running(serving, port))
+        for _ in range(options.rounds):
+            for name, row in _round(options, workers, folder):
+                figures.setdefault(name, []).append(row)
+                sys.stderr.write(f"{name}: {' '.join(f'{each:.1f}' for each in row)}\n")
+    sys.stdout.write(f"| | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|\n")
+    for name, rows in figures.items():
+        cells = [
+            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"
+            for column in zip(*rows, strict=True)
+        ]
+        sys.stdout.write(f"| {name} | {' | '.join(cells)} |\n")
+
+
+if __name__ == "__main__":
+    main()
