@@ -204,6 +204,9 @@ _TYPES: Final = re.compile(rb"(?:message_|content_block_|response\.|(?:error|pin
 _LAST_TYPES: Final = frozenset({
     *(b"message_stop", b"response.completed", b"response.incomplete", b"response.failed"),
 })  # fmt: skip
+_ROLE_ALONE: Final = re.compile(
+    rb'"delta" *: *\{ *"role" *: *"assistant" *, *"content" *: *(?:""|null)'
+)
 _FAILED_CODE: Final = re.compile(rb'"?50[02]"?|"server_error"')
 _read_event: Final = msgspec.json.Decoder(AnswerEvent).decode
 _read_error: Final = msgspec.json.Decoder(AnswerError).decode
@@ -222,6 +225,9 @@ class _Events:
         self.has_token = False
         self.is_done = False
         self.error: bytes | None = None  # the first event, if that is an error
+        # What vLLM says before it has the blocks of a prompt that another worker prefilled is no
+        # token: an error may follow.
+        self.is_strict = False
         self._usage = usage
         self._drops_usage = drops_usage
         self._has_begun = False  # an event has arrived
@@ -317,8 +323,12 @@ class _Events:
         else:
             choices = bytes(told.choices)
             is_empty = choices.startswith(b"[") and not choices.strip(b"[] \t\r\n")
-            self.has_token |= not is_empty and bytes(told.error) in (b"", b"null")
-        if is_first and data.find(b"error") >= 0 and _is_failure(told, kind):
+            is_token = not is_empty and bytes(told.error) in (b"", b"null")
+            if is_token and self.is_strict:
+                is_token = _ROLE_ALONE.search(choices) is None
+            self.has_token |= is_token
+        may_fail = is_first or (self.is_strict and not self.has_token)
+        if may_fail and data.find(b"error") >= 0 and _is_failure(told, kind):
             self.error = event
         if data.find(b'"usage"') < 0:
             return False
@@ -409,6 +419,12 @@ class AnswerReader:
         """Whether a part of the output has arrived."""
         return self._events is None or self._events.has_token
 
+    def be_strict(self) -> None:
+        """Makes `has_token` and `error` judge a stream of a decode worker: its first event may tell
+        the role alone, and an error follow."""
+        if self._events is not None:
+            self._events.is_strict = True
+
     @property
     def is_done(self) -> bool:
         """Whether a stream had its last event. False if the answer is not a stream."""
@@ -416,7 +432,8 @@ class AnswerReader:
 
     @property
     def error(self) -> bytes | None:
-        """The first event of a stream, if it says that the engine has failed."""
+        """The first event of a stream, if it says that the engine has failed; for `be_strict`, any
+        event before the first token."""
         return None if self._events is None else self._events.error
 
     def feed(self, data: bytes) -> bytes:

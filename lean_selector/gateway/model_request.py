@@ -71,7 +71,7 @@ ENGINE_FIELDS: Final = frozenset({
 # Fields of /v1/responses which say that the engine has stored a part of the prompt
 _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
 # One of these may be why no pair of workers can serve a request.
-_BARRING: Final = frozenset({"prompt_logprobs", "use_beam_search"})
+_BARRING: Final = frozenset({"prompt_logprobs", "use_beam_search", "prompt_embeds"})
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
@@ -186,6 +186,8 @@ class ModelRequest:
             return ""
         if self.has("prompt_logprobs"):  # the decode worker computes the prompt anew
             return "prompt_logprobs"
+        if self.has("prompt_embeds"):  # a second prompt, to vLLM
+            return "several_prompts"
         if self.flag("use_beam_search", False):
             return "beam_search"
         if self.kind == Kind.RESPONSES and (

@@ -211,6 +211,11 @@ class ProxiedRequest:
         return bool(self.params) and monotonic() - self._params_at > _PARAMS_HOLD_S
 
     @property
+    def _is_in_vain(self) -> bool:
+        """Whether a decode worker answers 200 without a token: it could not fetch the blocks."""
+        return bool(self.params) and self._reader is not None and not self._reader.has_token
+
+    @property
     def why_unknown(self) -> Unknown | None:
         """Why block hashes of the prompt are unknown; None if all are known or not yet computed."""
         return None if self.routed is None else self.routed.why_not
@@ -218,7 +223,7 @@ class ProxiedRequest:
     # -- choosing and sending ----------------------------------------------------------------------
 
     def _find_worker(self) -> None:
-        self.state, self._head = State.LOOKING, None
+        self.state, self._head, self._reader = State.LOOKING, None, None
         placing = self._place(self)
         if placing is not None:
             self.placing = placing
@@ -338,6 +343,9 @@ class ProxiedRequest:
             return True
         if routed is not None and head.status == 200:
             self._reader = routed.additions.reader(is_stream(head.lines, routed.streams))
+            if self.params:
+                self._kept = bytearray()
+                self._reader.be_strict()
             return True
         return self.request.headers.is_http10 and head.is_chunked
 
@@ -378,8 +386,15 @@ class ProxiedRequest:
             data = reader.feed(data)
             if is_last:
                 data += reader.rest()
-            if reader.error is not None and self._may_fail:
-                self.state, self._kept = State.SHEDDING, bytearray(reader.error)
+            if self.params:  # what a decode worker says before its first token may be in vain
+                self._kept += data
+                data = bytes(self._kept)
+                if not reader.has_token and reader.error is None and not is_last:
+                    if len(data) > _MOST_KEPT_BYTES and self._connection is not None:
+                        self._connection.fail("its stream has no token")
+                    return
+            if (self._is_in_vain or reader.error is not None) and self._may_fail:
+                self.state, self._kept = State.SHEDDING, bytearray(reader.error or data)
                 return
         if data or is_last:
             self._relay(data, is_last)
@@ -406,7 +421,7 @@ class ProxiedRequest:
             return
         if not self._is_written and (text := self._framed(b"", True)):
             self.reply.write(text)
-        self._finish(outcome_of_status(self.status))
+        self._finish(FAILED if self._is_in_vain else outcome_of_status(self.status))
         self.reply.finish()
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
@@ -422,7 +437,8 @@ class ProxiedRequest:
         if is_stale and self._most_failures > 1:
             self._retry(_STALE, None, reason)
         else:
-            self._retry(FAILED, FAILED, reason)
+            # As a 500: of /v1/responses, vLLM cuts the stream off in place of it.
+            self._retry(FAILED, None if self._is_in_vain else FAILED, reason)
 
     def _prefill_answered(self) -> None:
         """Takes over what the prefill worker of a pair answered, and goes on to the decode worker.
@@ -469,9 +485,7 @@ class ProxiedRequest:
             self._failed_at.add(asked.endpoint.text)
         if head.status == 200:
             outcome = FAILED
-        why = (
-            f"it answered {head.status}" if head.status != 200 else "its stream began with an error"
-        )
+        why = f"it answered {head.status}" if head.status != 200 else "its stream has no token"
         how = outcome or "not_free"
         if self.params and outcome == FAILED:  # or the prefill worker is gone
             outcome = None

@@ -124,7 +124,13 @@ def test_a_kept_connection_that_ends_may_have_used_the_params() -> None:
     assert (errand.of.params, use.told, errand.of.tried) == (b"", ["freed None"], set())
 
 
-@pytest.mark.parametrize("answer", [ERROR % 500, FAILED % 500])
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+CREATED = b'event: response.created\ndata: {"type":"response.created"}\n\n'
+
+
+@pytest.mark.parametrize(
+    "answer", [ERROR % 500, FAILED % 500, ROLE + FAILED % 500, ROLE, CREATED, b"data: [DONE]\n\n"]
+)
 def test_a_500_with_params_is_nobody_s_fault_until_both_legs_were_run_anew(answer: bytes) -> None:
     if not answer.startswith(b"HTTP"):
         answer = HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer)
@@ -138,8 +144,31 @@ def test_a_500_with_params_is_nobody_s_fault_until_both_legs_were_run_anew(answe
     errand.decodes().data_received(answer)
     assert errand.of.is_over
     assert errand.transport.take().startswith(answer[:12])
-    outcome = "failed" if answer.startswith(b"HTTP/1.1 500") else "ok"  # as of any stream
-    assert second.told[-1] == f"freed {outcome}"
+    assert second.told[-1] == "freed failed"
+
+
+@pytest.mark.parametrize("event", [b"", ROLE, CREATED, EVENT])
+def test_a_stream_that_breaks_off_before_its_first_token_is_as_a_500(event: bytes) -> None:
+    """vLLM's `/v1/responses` does so if the blocks cannot be fetched."""
+    errand = Pairing()
+    use = errand.prefilled(1, 2)
+    worker = errand.decodes()
+    worker.data_received(HEAD + (b"%x\r\n%b\r\n" % (len(event), event) if event else b""))
+    worker.connection_lost(None)
+    if event == EVENT:
+        assert (use.told, errand.of.is_over) == (["begun", "freed failed"], True)
+    else:
+        assert (use.told, errand.judged, errand.of.params) == (["freed None"], [], b"")
+        assert errand.transport.writes == []
+
+
+def test_an_answer_that_a_decode_worker_cuts_off_counts_against_it() -> None:
+    errand = Pairing(streams=False)
+    use = errand.prefilled(1, 2)
+    worker = errand.decodes()
+    worker.data_received(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")
+    worker.connection_lost(None)
+    assert (use.told, errand.of.tried) == (["freed failed"], {"http://w2:1"})
 
 
 @pytest.mark.parametrize("status", [400, 404, 501])
@@ -253,6 +282,7 @@ def test_the_prefill_worker_s_body_is_the_client_s_but_for_the_length_of_the_ans
         ("completions", {"prompt": ["one", "two"]}, "several_prompts"),
         ("completions", {"prompt": "one", "prompt_logprobs": 1}, "prompt_logprobs"),
         ("completions", {"prompt": "one", "use_beam_search": True}, "beam_search"),
+        ("completions", {"prompt": "one", "prompt_embeds": "x"}, "several_prompts"),
         ("completions", {"prompt_embeds": "x"}, "form"),
         ("embeddings", {"input": "one"}, "no_output"),
         ("responses", {"input": "one"}, ""),

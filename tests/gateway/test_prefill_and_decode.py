@@ -2,8 +2,11 @@
 
 import http.client
 import json
+import random
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
@@ -281,19 +284,36 @@ def test_a_client_s_own_params_reach_no_engine(fleet: Fleet) -> None:
     fleet.check()
 
 
-def test_a_prefill_worker_that_dies_between_the_legs_costs_no_request() -> None:
-    with Fleet(2, 1, "--access-log", "true") as fleet:
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_a_prefill_worker_that_dies_between_the_legs_costs_no_request(
+    path: str, streams: bool
+) -> None:
+    """What the decode worker says before it has the blocks is not passed on."""
+    with Fleet(2, 1) as fleet:
         dying = fleet.prefill[0]
         assert dying.process is not None
-        manners = {str(dying.port): {"dies_after": True}}
+        fake = {str(dying.port): {"dies_after": True}}
+        number = 0
         while dying.process.poll() is None:
-            assert fleet.chat(fake=manners).status == 200
+            number += 1
+            body = {**asked(path, f"it dies {number} {TEXT}"), "stream": streams, "fake": fake}
+            answer = fleet.gateway.ask("POST", path, body)
+            assert answer.status == 200
+            assert b"error" not in answer.body
+            assert text_of(answer)
+        dying.kill()
+        assert fleet.reports("failed") == 0
+        if path != "/v1/chat/completions" or streams:
+            fleet.check()
+            return
         answers = [fleet.chat() for _ in range(4)]
         assert {each.status for each in answers} == {200}
         assert {each.headers["x-lean-prefill-worker"] for each in answers} == {fleet.prefill[1].url}
-        dying.kill()
         dying.start()  # its engine has another id now
-        wait_until(lambda: fleet.chat().headers["x-lean-prefill-worker"] == dying.url, "it is back")
+        wait_until(
+            lambda: fleet.chat().headers.get("x-lean-prefill-worker") == dying.url, "it is back"
+        )
         fleet.check()
         assert fleet.decode[0].url not in fleet.ejected()
 
@@ -366,3 +386,49 @@ def test_the_time_to_the_first_byte_is_that_of_both_legs() -> None:
         assert fleet.decode[0].url in answer.json()["error"]["message"]
         assert fleet.reports("failed") == 0
         fleet.check()
+
+
+def test_whatever_happens_no_text_is_wrong_and_nothing_stays_behind() -> None:
+    """Clients that leave, workers that refuse, fail and die, all at once."""
+    rng = random.Random(43)
+    manners: list[dict[str, Any]] = [
+        *({}, {}, {"prefill": {"status": 503}}, {"prefill": {"status": 500}}),
+        *({"prefill": {"breaks": True}}, {"prefill": {"lacks_params": True}}),
+        *({"decode": {"status": 500}}, {"decode": {"status": 429}}, {"decode": {"breaks": True}}),
+        *({"prefill": {"stall_after": 0}}, {"decode": {"stall_after": 1}}),
+    ]
+    with Fleet(2, 2, "--worker-health-interval-secs", "0.2", lease_s=1.0) as fleet:
+
+        def client(seed: int) -> None:
+            own = random.Random(seed)
+            for number in range(12):
+                fake = own.choice(manners)
+                stalls = "stall_after" in str(fake)
+                text = f"{seed} {number} {TEXT}"
+                body = {"model": "m", "prompt": text, "max_tokens": 8, "fake": fake}
+                connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
+                with closing(connection):
+                    body["stream"] = own.random() < 0.5
+                    connection.request("POST", "/v1/completions", json.dumps(body))
+                    if stalls:
+                        time.sleep(own.random() / 10)
+                        continue
+                    with suppress(http.client.HTTPException):
+                        answer = connection.getresponse()
+                        if answer.status == 200:
+                            assert b"wrong" not in answer.read()
+
+        threads = ThreadPoolExecutor(8)
+        asked = [threads.submit(client, seed) for seed in range(8)]
+        for _ in range(3):
+            dying = rng.choice(fleet.workers)
+            dying.kill()
+            dying.start()
+        for each in asked:
+            each.result()
+        threads.shutdown()
+        fleet.check()
+        wait_until(
+            lambda: not sum(each.seen()["leases"] for each in fleet.prefill), "no blocks are held"
+        )
+        wait_until(lambda: fleet.chat().status == 200, "it serves")

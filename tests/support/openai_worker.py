@@ -354,6 +354,7 @@ class _Completion:
         fake = body.get("fake", {})
         fake |= fake.get(str(worker.options.port), {})
         self.fake: dict[str, Any] = fake | fake.get("prefill" if self.prefills else stage, {})
+        self.lacks_blocks = False  # they could not be fetched
         self.transfer_told: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
         if self.is_chat:
             self.prompt = tokens_of(rendered(prompt_of(body)))
@@ -381,7 +382,12 @@ class _Completion:
         size, transfers = BLOCK_SIZE, self.worker.transfers
         is_right = None
         if not self.prefills:
-            is_right = await transfers.fetch(self.transfer, len(self.prompt) // size)
+            try:
+                is_right = await transfers.fetch(self.transfer, len(self.prompt) // size)
+            except Refused as error:
+                if error.status != 500 or not self.body.get("stream"):
+                    raise
+                self.lacks_blocks = True  # as vLLM: the stream begins
         if is_right is False:
             self.output = tokens_of("wrong" * len(self.output))[: len(self.output)]
         transfers.reuse()
@@ -432,6 +438,8 @@ class _Completion:
         engine, size = self.worker.engine, BLOCK_SIZE
         pause_s = 1.0 / engine.speed.decode_tokens_per_s
         at = len(self.prompt)
+        if self.lacks_blocks:
+            raise Refused(500, "KV transfer failed")
         for number, token in enumerate(self.output):
             if number == self.fake.get("stall_after"):
                 await asyncio.Event().wait()
@@ -506,7 +514,17 @@ class _Completion:
             data = b"%bdata: %b\n\n" % (named, text)
             await _write(self.writer, b"%x\r\n%b\r\n" % (len(data), data))
 
-        await self._events(running, event)
+        try:
+            await self._events(running, event)
+        except Refused as error:
+            failed = {"message": str(error), "type": "api_error", "code": 500}
+            if isinstance(self, _Response):
+                return False  # as vLLM: the stream breaks off
+            if isinstance(self, _Message):
+                await event(_json({"type": "error", "error": failed}), "error")
+            else:
+                await event(_json({"error": failed}))
+                await event(b"[DONE]")
         await _write(self.writer, b"0\r\n\r\n")
         return True
 
@@ -559,7 +577,8 @@ class _Message(_Completion):
             content=[], stop_reason=None, usage={**self._used(), "output_tokens": 0}
         )
         await send("message_start", message=begun)
-        await send("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        if not self.lacks_blocks:
+            await send("content_block_start", index=0, content_block={"type": "text", "text": ""})
         async for token in self._tokens(running):
             delta = {"type": "text_delta", "text": bytes([token - 1]).decode()}
             await send("content_block_delta", index=0, delta=delta)
