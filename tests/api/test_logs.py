@@ -142,7 +142,7 @@ def test_the_log_begins_with_what_differs_and_has_route_status_and_every_id_of_r
     assert found[1]["traceparent"] == TRACEPARENT
     assert "traceparent" not in found[2]
     assert [line.get("reservation_id") for line in found[2:7]] == [
-        *(generated, generated, generated, "a b", "%ff"),
+        *(generated, generated, generated, "a b", "%ff")
     ]
     assert found[7]["path"] == "/select"
 

@@ -15,13 +15,7 @@ from lean_selector.http.response import PendingReply
 from lean_selector.publisher import KvEventPublisher
 from tests.support import gates
 from tests.support.asked import prompt
-from tests.support.prometheus_tools import (
-    Samples,
-    parsed,
-    promtool,
-    scrape,
-    value,
-)
+from tests.support.prometheus_tools import Samples, parsed, promtool, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -95,11 +95,8 @@ def test_a_client_books_a_pair_that_it_chose(asked: Asked) -> None:
     whole = {asked.name: "r", "worker_id": 2, "dp_rank": 0, "token_ids": list(range(32))}
     leg = {"worker_id": 1, "dp_rank": 0, "effective_prefill_tokens": 16}
     for wrong, status in (
-        ({"worker_id": 2}, 400),
-        ({"worker_id": 9}, 404),
-        ({"dp_rank": 1}, 404),
-        ({"effective_prefill_tokens": 33}, 400),
-        ({"effective_prefill_tokens": 1 << 64}, 422),
+        *(({"worker_id": 2}, 400), ({"worker_id": 9}, 404), ({"dp_rank": 1}, 404)),
+        *(({"effective_prefill_tokens": 33}, 400), ({"effective_prefill_tokens": 1 << 64}, 422)),
     ):
         body = {**whole, "prefill": {**leg, **wrong}}
         assert asked.service.request("POST", "/reservations", body)[0] == status

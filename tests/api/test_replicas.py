@@ -10,16 +10,7 @@ import zmq
 
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
 from tests.support.prometheus_tools import scrape
-from tests.support.replica_member import (
-    BOOKED,
-    HASHES,
-    IDLE,
-    SCOPE,
-    TOKENS,
-    Loads,
-    Member,
-    mesh,
-)
+from tests.support.replica_member import BOOKED, HASHES, IDLE, SCOPE, TOKENS, Loads, Member, mesh
 from tests.support.running_service import RunningService, free_port, wait_until
 
 

@@ -7,12 +7,7 @@ test_slots_model.py.
 import msgspec
 import pytest
 
-from lean_selector.core.errors import (
-    BadRequest,
-    Conflict,
-    NotFound,
-    SelectorError,
-)
+from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError
 from lean_selector.core.load.shapes import LoadRow, WorkerRow
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.trackers import Trackers

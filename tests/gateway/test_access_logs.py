@@ -163,14 +163,10 @@ def test_places_are_addresses_or_paths() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "not ``"),
-        ("tcp:127.0.0.1:1", "not `tcp:127.0.0.1:1`"),
-        ("unixgram:", "not `unixgram:`"),
-        ("syslog:5140", "a host or a port"),
-        ("syslog::1", "a host or a port"),
-        ("syslog:::1:1", "brackets"),
-        ("syslog:h:0", "from 1 to 65535"),
-        ("syslog:h:x", "from 1 to 65535"),
+        *(("", "not ``"), ("tcp:127.0.0.1:1", "not `tcp:127.0.0.1:1`")),
+        *(("unixgram:", "not `unixgram:`"), ("syslog:5140", "a host or a port")),
+        *(("syslog::1", "a host or a port"), ("syslog:::1:1", "brackets")),
+        *(("syslog:h:0", "from 1 to 65535"), ("syslog:h:x", "from 1 to 65535")),
         ("syslog:h:65536", "from 1 to 65535"),
     ],
 )

@@ -16,11 +16,7 @@ def trace(write_trace: WriteTrace) -> Path:
     """Ten conversations of four turns; each turn repeats the blocks of the one before."""
     return write_trace(
         [
-            (
-                turn * 1_000 + user * 50,
-                [user * 100 + i for i in range(turn + 1)],
-                512 * turn + 300,
-            )
+            (turn * 1_000 + user * 50, [user * 100 + i for i in range(turn + 1)], 512 * turn + 300)
             for turn in range(4)
             for user in range(10)
         ]

@@ -264,10 +264,7 @@ def hold_each_rank_to_the_model(
 
 
 def hold_to_the_model(
-    partition: Partition,
-    request: SelectionRequest,
-    found: int,
-    among: list[naive_choice.Candidate],
+    partition: Partition, request: SelectionRequest, found: int, among: list[naive_choice.Candidate]
 ) -> None:
     hashes = request.prompt.local_hashes
     by_rank, matches = naive_choice.matches_of(partition, hashes), match_sets(partition, hashes)

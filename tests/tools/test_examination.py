@@ -209,13 +209,6 @@ def test_engines_that_want_a_token_get_that_of_the_file(
         assert what(found, "ok", "worker 1")
 
 
-def test_without_json_it_prints_a_table(selector: RunningService) -> None:
-    status, out, _ = check(f"127.0.0.1:{selector.port}")
-    assert status == 1
-    assert "-> POST /workers for each engine" in out
-    assert out.splitlines()[-1] == "1 error, 0 warnings, 0 notes, 0 ok"
-
-
 def test_without_a_selector_to_ask_the_status_is_2() -> None:
     status, _, err = check(f"http://127.0.0.1:{free_port()}")
     assert (status, "Connection refused" in err) == (2, True)

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools import service_process
-from lean_selector.tools.service_process import HttpClient, ServiceError, running_service
+from lean_selector.tools.service_process import running_service
 from tests.support.on_loop import on_loop, until
-from tests.support.outbound_server import Serve, hangs, response, says, serving
 
 
 def child_pids() -> set[str]:
@@ -57,30 +56,3 @@ def _has_ended(stat: Path) -> bool:
         return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except OSError:  # it went, perhaps while this was read
         return True
-
-
-@pytest.mark.parametrize(
-    ("serve", "words"),
-    [
-        (says(response(b"no such route", "404 Not Found")), "404 no such route"),
-        (says(), ""),
-        (says(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nab"), ""),
-        (says(b"what is this\r\n\r\n"), ""),
-        (hangs, "no answer"),
-    ],
-    ids=["refused", "hangs up", "hangs up halfway", "not HTTP", "silent"],
-)
-@on_loop
-async def test_a_request_without_a_good_answer_is_an_error_that_names_it(
-    serve: Serve, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if words == "no answer":
-        monkeypatch.setattr(service_process, "ANSWER_TIMEOUT_S", 0.02)
-    async with serving(serve) as served:
-        client = HttpClient(served.url)
-        with pytest.raises(ServiceError, match=f"^POST /x: .*{words}"):
-            await client.call("POST", "/x", {"k": [1, 2]})
-        client.close()
-        # On a busy machine the time may be over before the request was sent.
-        assert all(each.endswith(b'\r\n\r\n{"k":[1,2]}') for each in served.requests)
-        assert served.requests or words == "no answer"

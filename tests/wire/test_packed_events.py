@@ -45,7 +45,7 @@ STORED = (
 )
 REMOVED = ("type", "block_hashes", "medium", "group_idx", "locality")
 BEHIND = [
-    *(0, "text", {"a": [1]}, "t" * 300),
+    *(0, "text", {"a": [1]}, "t" * 300)
 ]  # what an array may have behind its last field that is known
 # Of maps alone: what they say besides, and is not read.
 VALUES = [None, True, -7, 300, 70_000, -70_000, 2**64 - 1, 0.5, "text" * 20, b"x" * 300, "y" * 300]

@@ -44,7 +44,7 @@ def test_a_table_that_grew_and_was_emptied_has_one_small_segment_again(shift: in
 
 def test_a_hash_is_mixed_as_it_was_when_the_bounds_were_measured() -> None:
     assert [mixed(name) for name in (1, -1, 1 << 40, -(2**63), 0x0123456789ABCDEF)] == [
-        *(2177342781968418220, 0, 141246009455532927, 25546008068538869, 1339536233041489459),
+        *(2177342781968418220, 0, 141246009455532927, 25546008068538869, 1339536233041489459)
     ]
 
 

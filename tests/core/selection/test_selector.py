@@ -386,9 +386,7 @@ def test_a_call_acts_on_the_local_booking_alone(two_models: DrivenSelector) -> N
     assert two_models.loads()["m", "default"] == {(2, 0): (5, 0, 1)}
 
 
-def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
-    two_models: DrivenSelector,
-) -> None:
+def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(two_models: DrivenSelector) -> None:
     copy(two_models, "r", ("default", "default"), (1, 0))
     copy(two_models, "r", ("m", "default"), (2, 0))
     two_models.selector.reservations.prefill_complete("r", 0.0)
