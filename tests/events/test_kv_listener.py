@@ -187,6 +187,20 @@ async def test_batches_wait_until_the_large_one_before_them_is_in() -> None:
 
 
 @on_loop
+async def test_a_source_that_ends_within_a_batch_applies_no_more_of_it() -> None:
+    turns = SteppedTurns()
+    async with heard(turns=turns) as (engine, service):
+        await engine.store_at_once(*LARGE)
+        await turns.step_until(lambda: service.index.total_blocks > 0)
+        await service.listener.close()
+        held = service.index.total_blocks
+        for _ in range(100):
+            turns._turn(asyncio.get_running_loop())
+        assert 0 < held < len(LARGE)
+        assert service.index.total_blocks == held
+
+
+@on_loop
 async def test_replayed_batches_wait_for_a_large_live_one_and_it_is_applied_again() -> None:
     turns = SteppedTurns()
     async with heard(SERVED, turns=turns) as (engine, service):
@@ -277,6 +291,15 @@ class FailingOnce:
         if not self.has_failed and event[1:2] == [[self.block]]:
             self.has_failed = True
             raise RuntimeError("a bug")
+
+
+@on_loop
+async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
+    async with heard() as (engine, service):
+        service.listener._work._reader = FailingOnce(1)
+        await engine.store(1, 2)
+        await until(lambda: service.blocks == {2})
+        assert service.listener.status().last_error == "ingest failed: RuntimeError('a bug')"
 
 
 @on_loop
