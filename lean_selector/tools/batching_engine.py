@@ -38,6 +38,10 @@ class SimulatedRequest:
 
     def __post_init__(self) -> None:
         self.output_tokens = max(1, self.output_tokens)
+        # Of a pair: the prefill of this request elsewhere, or the request of which this is the
+        # prefill.
+        self.leg: SimulatedRequest | None = None
+        self.whole: SimulatedRequest | None = None
         self.pinned: int | None = None  # the worker that it must go to
         self.allowed: frozenset[int] | None = None
         self.request_id = ""
@@ -49,6 +53,12 @@ class SimulatedRequest:
         self.hit_tokens = 0  # cached prompt tokens, which are not computed
         self.to_compute = -1  # remaining prompt tokens; -1 until it starts
         self.first_token_at = self.ended_at = math.nan
+
+    def prefill_elsewhere(self, now: float) -> "SimulatedRequest":
+        """Return what an engine has to do that only prefills this request."""
+        leg = SimulatedRequest(now, self.isl_tokens, 1, self.local_hashes, self.chain)
+        leg.request_id, leg.whole, self.leg = self.request_id, self, leg
+        return leg
 
     @property
     def ttft_s(self) -> float:
@@ -142,6 +152,8 @@ class BatchingEngine:
         # The last token is always computed, because its output is the first token of the answer.
         request.hit_tokens = min(placed.hit * self.block_size, request.isl_tokens - 1)
         request.to_compute = request.isl_tokens - request.hit_tokens
+        if request.leg is not None:  # its blocks were transferred, all but the last token's
+            request.hit_tokens, request.to_compute = request.leg.hit_tokens, 1
         return True
 
     def finish(self, now: float) -> Iteration:

@@ -106,6 +106,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load", type=_factor, default=1.0, help="factor on the arrival rate; default: 1"
     )
     parser.add_argument("--engines", type=within(int, 1), default=8, help="default: 8")
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            type=within(int, 1),
+            default=0,
+            help=f"number of engines that only {role}, in place of --engines",
+        )
+    parser.add_argument(
+        "--transfer-ms",
+        type=within(float, 0.0),
+        default=5.0,
+        help="time to transfer the blocks of 1000 tokens from one engine to another; default: 5",
+    )
     parser.add_argument(
         "--capacity",
         type=within(int, 1),
@@ -203,10 +216,23 @@ def compare(options: argparse.Namespace) -> None:
     if not lines:
         raise ServiceError("the trace has no request")
     sync_s = None if options.sync_ms is None else options.sync_ms / 1e3
+    apart = options.prefill + options.decode
     fleet = SimulatedFleet(
-        options.engines, options.capacity, options.slowness, options.selectors, sync_s
+        apart or options.engines,
+        options.capacity,
+        options.slowness,
+        options.selectors,
+        sync_s,
+        prefill=options.prefill,
+        decode=options.decode,
+        transfer_s=options.transfer_ms / 1e3,
     )
-    policies = options.policy or [policy_of(text) for text in _DEFAULT]
+    policies = options.policy or [policy_of(text) for text in (_SETTINGS if apart else _DEFAULT)]
+    if apart and not (options.prefill and options.decode):
+        raise ServiceError("--prefill and --decode need each other")
+    for policy in policies:
+        if apart and policy.rule is not None:
+            raise ServiceError(f"{policy.name} chooses no pairs: leave out --prefill and --decode")
     progress, outcomes = Progress(len(lines)), list[Outcome]()
     width = max(len(policy.name) for policy in policies) + 5 * bool(options.ids)
     print("\n".join(header(options, width, len(lines))), flush=True)
@@ -218,7 +244,7 @@ def compare(options: argparse.Namespace) -> None:
         simulation.run(requests, partial(progress.show, policy.name))
         progress.clear()
         for name, some in [(policy.name, requests), *_by_id(policy.name, requests)]:
-            row = outcome(name, some, simulation.engines.values(), options.within)
+            row = outcome(name, some, simulation.prefilling, options.within)
             outcomes.append(row)
             print(line_of(row, width), flush=True)
     if options.json is not None:
@@ -243,9 +269,12 @@ def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
     if options.selectors > 1:
         sync = "no sync" if options.sync_ms is None else f"synced within {options.sync_ms:g} ms"
         more += f"; {options.selectors} selectors, {sync}"
-    within = f"within {options.within:g} s"
+    within, engines = f"within {options.within:g} s", f"{options.engines} engines"
+    if options.prefill:
+        engines = f"{options.prefill} prefill and {options.decode} decode engines"
+        more += f"; {options.transfer_ms:g} ms to transfer 1000 tokens"
     return [
-        f"{name}: {requests} requests at load {options.load:g}; {options.engines} engines of "
+        f"{name}: {requests} requests at load {options.load:g}; {engines} of "
         f"{options.capacity} blocks{more}",
         "",
         f"| {'policy':<{width}} | mean TTFT |     p50 |     p99 |  hits | {within:>12} | ITL p99"

@@ -18,18 +18,24 @@ import msgspec
 from lean_selector.core.hashing import sequence_hashes_bytes, u64s
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
-from lean_selector.core.replication.shapes import ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.selection.overlap import NOTHING, match_by_rank
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
+from lean_selector.core.selection.reservations import leg_of
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
+    BOTH,
+    DECODE,
+    PREFILL,
     PinnedWorker,
     Placement,
+    PrefillPlacement,
     SelectionRequest,
     Source,
+    WorkerRole,
     WorkerSpec,
 )
 from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
@@ -153,6 +159,15 @@ class SimulatedFleet(msgspec.Struct, frozen=True):
     selectors: int = 1  # requests go to them in turn; each one has all engines
     sync_s: float | None = 0.001  # delay of replication between them; None: no replication
     times: IterationTimes = IterationTimes()
+    # Of the engines: the first ones only prefill, the next ones only decode, the others do both.
+    prefill: int = 0
+    decode: int = 0
+    transfer_s: float = 0.005  # to transfer the blocks of 1 000 tokens from one to the other
+
+    def role(self, worker_id: int) -> WorkerRole:
+        if worker_id <= self.prefill:
+            return PREFILL
+        return DECODE if worker_id <= self.prefill + self.decode else BOTH
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -200,7 +215,9 @@ class _Router:
     def apply(self, event: ReplicaEvent, now: float) -> None:
         self._applier.apply(event, now)
         request_id = event.spec.request_id
-        self.selector.load_changed(event.model_name, event.tenant_id, request_id, now)
+        ended_by = None if event.kind is EventKind.ADD else event.router_id
+        names = event.model_name, event.tenant_id, request_id
+        self.selector.load_changed(*names, now, ended_by=ended_by)
 
 
 class Simulation:
@@ -209,6 +226,7 @@ class Simulation:
     def __init__(self, policy: Policy, fleet: SimulatedFleet, seed: int = 0) -> None:
         self._rule = policy.rule
         self._sync_s = fleet.sync_s
+        self._transfer_s = fleet.transfer_s
         slowness = fleet.slowness
         self.engines = {
             at + 1: BatchingEngine(
@@ -220,6 +238,8 @@ class Simulation:
             )
             for at in range(fleet.engines)
         }
+        # Those whose computed tokens are compared.
+        self.prefilling = [self.engines[at] for at in self.engines if fleet.role(at) != DECODE]
         specs = [
             WorkerSpec(
                 worker_id=worker_id,
@@ -227,6 +247,7 @@ class Simulation:
                 endpoint=f"http://engine-{worker_id}",  # never connected to
                 kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
                 block_size=BLOCK_SIZE,
+                worker_role=fleet.role(worker_id),
                 max_num_batched_tokens=fleet.times.most_prompt_tokens,
                 total_kv_blocks=fleet.capacity_blocks,
             )
@@ -296,6 +317,7 @@ class Simulation:
         )
         asked.allowed_worker_ids = request.allowed
         asked.fairness_id = request.fairness_id
+        asked.disaggregate = selector.pairs_asked(router.partition)
         if request.pinned is not None:
             asked.pinned = PinnedWorker(request.pinned, 0)
         elif self._rule is not None:
@@ -306,8 +328,16 @@ class Simulation:
         def answered(answer: Placement | Exception) -> None:
             if isinstance(answer, Exception):
                 raise answer
-            request.found_tokens = request.isl_tokens - answer.effective_prefill_tokens
-            self._submit(request, self.engines[answer.worker_id])
+            prefill, left = answer.prefill, answer.effective_prefill_tokens
+            engine = self.engines[answer.worker_id]
+            if isinstance(prefill, PrefillPlacement):
+                left = prefill.effective_prefill_tokens
+                request.worker_id = engine.worker_id
+                leg = request.prefill_elsewhere(self._now)
+                self._submit(leg, self.engines[prefill.worker_id])
+            else:
+                self._submit(request, engine)
+            request.found_tokens = request.isl_tokens - left
 
         answer = selector.select(router.partition, asked, self._now)
         if isinstance(answer, Waiting):
@@ -344,10 +374,17 @@ class Simulation:
                 local = request.local_hashes[8 * at : 8 * end]
                 index.store(*key, Tier.DEVICE, parent, request.chain[at:end], local)
         for request in made.first_tokens:
-            selector = self._router_of(request).selector
-            selector.reservations.prefill_complete(request.request_id, now, request.ttft_s)
+            reservations = self._router_of(request).selector.reservations
+            if request.whole is not None:
+                reservations.end(leg_of(request.request_id), "ok", None, now)
+                arrives_at = now + self._transfer_s * request.isl_tokens / 1_000
+                receiver = self.engines[request.whole.worker_id]
+                self._do_at(arrives_at, partial(self._submit, request.whole, receiver))
+            else:
+                reservations.prefill_complete(request.request_id, now, request.ttft_s)
         for request in made.ended:
-            self._router_of(request).selector.reservations.free(request.request_id, now)
+            if request.whole is None:
+                self._router_of(request).selector.reservations.free(request.request_id, now)
         engine.start(now)
         self._plan_end(engine)
 

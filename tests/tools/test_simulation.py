@@ -179,3 +179,27 @@ def test_a_policy_that_there_is_not_is_refused(policy: str) -> None:
     with pytest.raises(SystemExit) as exited:
         main(["--policy", policy])
     assert exited.value.code == 2
+
+
+def test_pairs_prefill_here_and_decode_there() -> None:
+    """The second token comes as on an idle engine, however much is prefilled meanwhile."""
+    fleet = SimulatedFleet(2, prefill=1, decode=1, times=TIMES, transfer_s=1_000.0)
+    simulation = Simulation(Policy("dynamo"), fleet)
+    first, second = request(0.0, 10, 3, []), request(1.0, 20, 1, [])
+    simulation.run([first, second])
+    # 11 s for ten tokens, 10 s for their transfer, and one token that the receiver computes
+    assert (first.first_token_at, first.ended_at) == (23.0, 25.0)
+    assert second.first_token_at == 11.0 + 22.0 + 20.0 + 2.0
+    assert [engine.computed_tokens for engine in simulation.engines.values()] == [30, 2]
+    (router,) = simulation._routers
+    assert not router.partition.slots.reservations
+    assert router.partition.pairs == 2
+
+
+def test_a_rule_chooses_no_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (("--prefill", "1"), ("--prefill", "1", "--decode", "1", "--policy", "lmetric")):
+        assert main([*flags, "--requests", "2"]) == 1
+    assert "need each other" in (told := capsys.readouterr().err)
+    assert "lmetric chooses no pairs" in told
+    assert main(["--prefill", "1", "--decode", "1", "--requests", "5"]) == 0
+    assert "1 prefill and 1 decode engines" in capsys.readouterr().out
