@@ -9,7 +9,6 @@ nobody answers libzmq's admission requests (ZAP), the socket admits no client.""
 import logging
 import re
 import struct
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -146,8 +145,6 @@ def _is_of_no_key(line: str, words: list[str]) -> bool:
 
 log = logging.getLogger("lean_selector.curve")
 
-WARN_EVERY_S: Final = 60.0  # for refused clients, which may retry at any rate
-
 
 class CurveGate:
     """Decides which clients may connect to a ZMQ context's sockets, from start() to close()."""
@@ -161,7 +158,6 @@ class CurveGate:
         self.admitted: Final = admitted
         self.refused = 0
         self.last_refused: str | None = None  # the public key
-        self._warn_at = 0.0  # monotonic time of the next warning
         self._authenticator: Final = authenticator
         authenticator.configure_curve_callback(DOMAIN.decode(), self)
 
@@ -182,12 +178,9 @@ class CurveGate:
             return True
         self.refused += 1
         self.last_refused = key.decode()
-        now = time.monotonic()
-        if now >= self._warn_at:
-            self._warn_at = now + WARN_EVERY_S
-            log.warning(
-                "a client's public key is not admitted: %s",
-                self.last_refused,
-                extra={"public_key": self.last_refused, "refused": self.refused},
-            )
+        log.warning(
+            "a client's public key is not admitted: %s",
+            self.last_refused,
+            extra={"public_key": self.last_refused, "refused": self.refused},
+        )
         return False
