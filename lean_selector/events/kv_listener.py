@@ -317,7 +317,6 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        """Schedule `_drain_live`, which applies received messages, if it is not yet scheduled."""
         if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
@@ -444,7 +443,6 @@ class KvListener:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
     async def _ask(self) -> ReplayEnd:
-        """Request the missing batches of events from the engine, and apply the replies."""
         assert self.replay_endpoint is not None
         start = self.cursor.replay_from
         assert start is not None, "what settles the cursor ends this task"
@@ -467,7 +465,6 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """Log a warning if batches are still missing after a request for missed batches."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")

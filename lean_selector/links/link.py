@@ -509,7 +509,6 @@ class Link:
         self._drop()
 
     def _wake(self) -> None:
-        """Called when the socket's descriptor signals that messages arrived."""
         self._links.read(self._take)
 
     def _take(self) -> bool:

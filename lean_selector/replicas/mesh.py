@@ -231,7 +231,6 @@ class ReplicaSync:
         self.published += 1
 
     async def _beat(self) -> None:
-        """Send a heartbeat with the number of the last event every HEARTBEAT_S seconds."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))

@@ -112,7 +112,6 @@ class ReplicaLinks:
         return states
 
     def _note(self, link: Link) -> None:
-        """If the state of the connection to a peer has changed, store and log the new state."""
         if link.state is LinkState.CONNECTED:
             state = "connected"
         elif link.was_connected:

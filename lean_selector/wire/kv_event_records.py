@@ -302,7 +302,6 @@ def _mm_hashes_of_block(keys: list[object], end: int, unknown: dict[str, int]) -
 
 
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """Return the multimodal hashes of each block, from an event's field `block_mm_infos`."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
 
 

@@ -73,11 +73,9 @@ class EngineHashes:
         raise NotImplementedError
 
     def _forget(self, name: int) -> None:
-        """Remove a hash from the look-up table."""
         raise NotImplementedError
 
     def _put(self, name: int, address: int) -> None:
-        """Add a hash to the look-up table."""
         raise NotImplementedError
 
     def drop_name(self, name: int, address: int) -> None:

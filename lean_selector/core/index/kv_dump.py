@@ -51,7 +51,6 @@ class RankDump:
 
 
 def _salted(run: StoredRun, salts: dict[int, str]) -> StoredRun:
-    """Return the run with the salt of each block, if one has a salt."""
     of_blocks = tuple([salts.get(name) for name in run.block_hashes])
     return replace(run, salts=of_blocks) if any(of_blocks) else run
 

@@ -197,7 +197,6 @@ class RoutedPrompts:
         self.index.abandon()
 
     def _dismantled(self, rank: RankPrompts) -> Iterator[None]:
-        """Free the memory of a dropped rank's trie, one prompt per step."""
         while rank.recent:
             run, _ = rank.recent.popitem()
             rank.trie.remove(run, _ALONE, self._no_weights)

@@ -318,7 +318,6 @@ class Slots:
         return freed_blocks + reservation.output_blocks
 
     def _set_load(self, load: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
-        """Set a rank's load, and call `on_load_change`."""
         load.active_prefill_tokens = prefill_tokens
         load.distinct_blocks = distinct_blocks
         weights = load.block_weights
