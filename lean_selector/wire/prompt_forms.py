@@ -1,8 +1,7 @@
 """The forms in which a request can give its prompt, and their conversion to a `Prompt`.
 
 The order of the checks and the error texts follow spec selection.md 1.4: multimodal routing info,
-then token ids, then hashes with `isl_tokens`. The first form that is present is used; the others
-are only validated."""
+then token ids, then hashes with `isl_tokens`. The first form that is present is used."""
 
 from typing import Any
 
@@ -17,7 +16,7 @@ from lean_selector.core.hashing import (
 )
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.wire.scalars import check_ignored, check_u64, is_absent, packed
+from lean_selector.wire.scalars import check_u64, is_absent, packed
 from lean_selector.wire.selection_bodies import PromptFields
 
 
@@ -64,8 +63,6 @@ def prompt_to_book(
     if prompt is not None:
         return prompt
     with_local = is_learned and not is_absent(fields.block_hashes)
-    if not with_local:
-        check_ignored(fields, "block_hashes")
     return _from_hashes(fields, with_local=with_local)
 
 
@@ -74,7 +71,6 @@ def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
     local = b""
     if with_local:
         if is_absent(fields.block_hashes):
-            check_ignored(fields, "sequence_hashes")
             raise BadRequest("block_hashes is required without token_ids")
         local = packed("block_hashes", fields.block_hashes)
     if is_absent(fields.sequence_hashes):
@@ -105,8 +101,6 @@ def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Promp
         tokens, mm_infos = fields.token_ids, fields.block_mm_infos or []
     else:
         return None
-    check_ignored(fields, "block_hashes")
-    check_ignored(fields, "sequence_hashes")
     if fields.isl_tokens is not None:
         check_u64("isl_tokens", fields.isl_tokens)
     if fields.is_eagle is not None:

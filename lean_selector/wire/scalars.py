@@ -206,14 +206,6 @@ def is_absent(hashes: HashList) -> bool:
     return hashes is ABSENT or (len(memoryview(hashes)) == 4 and bytes(hashes) == b"null")
 
 
-def check_ignored(fields: msgspec.Struct, name: str) -> None:
-    """Validate a hash list that is not used because the request gives its prompt in another
-    form."""
-    hashes: HashList = getattr(fields, name)
-    if not is_absent(hashes):
-        packed(name, hashes)
-
-
 # -- sets of workers in requests -------------------------------------------------------------------
 
 # For sets up to _FEW_WORKERS, the check costs as much as a look-up. Sets larger than a worker can

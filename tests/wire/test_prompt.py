@@ -133,14 +133,14 @@ BAD_LISTS = [
 
 
 @pytest.mark.parametrize("field", ["block_hashes", "sequence_hashes"])
-def test_a_hash_list_of_the_wrong_shape_is_named_whatever_else_is_wrong(field: str) -> None:
+def test_a_hash_list_of_the_wrong_shape_is_named_where_it_is_read(field: str) -> None:
     good = {"block_hashes": "[1]", "sequence_hashes": "[1]", "isl_tokens": "4"}
     for bad in BAD_LISTS:
-        for body in ({**good, field: bad}, {**good, field: bad, "token_ids": "[1]"}):
-            text = "{" + ",".join(f'"{name}":{value}' for name, value in body.items()) + "}"
-            for normalise in (select, book):
-                with pytest.raises(msgspec.ValidationError, match=field):
-                    normalise(text)
+        body = {**good, field: bad}
+        text = "{" + ",".join(f'"{name}":{value}' for name, value in body.items()) + "}"
+        for normalise in (select, book) if field == "sequence_hashes" else (select,):
+            with pytest.raises(msgspec.ValidationError, match=field):
+                normalise(text)
 
 
 def test_other_fields_of_the_wrong_shape_are_refused_at_decoding() -> None:
