@@ -12,7 +12,6 @@ from lean_selector.app.gateway_routes import GatewayRoutes
 from lean_selector.app.host import StartError, os_reason
 from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.selector_parts import SelectorCore
-from lean_selector.app.service_flags import TlsFiles
 from lean_selector.core.selection.shapes import PICKER
 from lean_selector.epp.connection import MAX_CONNECTIONS, PickerConnection
 from lean_selector.epp.picking import EVENTS, Addresses, Picker
@@ -44,8 +43,6 @@ class EndpointPicker(Part):
         flags = config.picker
         assert flags.port is not None
         assert routes.prompts is not None
-        self._state = core.state
-        self._tokens = tokens
         rotation = Rotation(config.settings.ejection, time.monotonic())
         self.chooser = Chooser(core.selector, rotation, SHED, asked_at=PICKER)
         self._picker = Picker(
@@ -65,38 +62,37 @@ class EndpointPicker(Part):
         self._connections = Connections(loop.call_soon, max_connections=MAX_CONNECTIONS)
         self._connections.sweep(self._touched_at)
         self._tls: ServerTls | None = None
-        new_connection: Callable[[], asyncio.Protocol] = self._new_connection
+        state, catalog = core.state, core.selector.catalog
+
+        def is_ready() -> bool:  # as GET /ready
+            return catalog.can_serve() and not state.is_draining
+
+        def may_write(credential: bytes | None) -> bool:
+            return tokens is None or tokens.role_of(credential) >= WRITE
+
+        def new_stream(channel: Channel, credential: bytes | None) -> ExtProcStream:
+            return ExtProcStream(channel, self._picker, credential)
+
+        def new_connection() -> asyncio.Protocol:
+            return PickerConnection(self._connections, new_stream, is_ready, may_write)
+
+        door: Callable[[], asyncio.Protocol] = new_connection
         try:
             if flags.tls is not None:
-                self._tls = self._server_tls(flags.tls)
-                new_connection = self._tls.new_connection
+                from lean_selector.app import server_tls
+
+                self._tls = server_tls.ServerTls(
+                    flags.tls, self._connections, new_connection, "h2", "--epp-tls"
+                )
+                door = self._tls.new_connection
             bound = inet_socket(flags.host, flags.port)
         except ValueError as error:
             raise StartError(str(error)) from None
         except OSError as error:
             where = f"{flags.host}:{flags.port} (--epp-port)"
             raise StartError(f"{os_reason(error)}: {where}") from None
-        self._listener = Listener(bound, new_connection, self._connections)
+        self._listener = Listener(bound, door, self._connections)
         self._where = {"host": flags.host, "port": bound.getsockname()[1]}
-
-    def _server_tls(self, files: TlsFiles) -> "ServerTls":
-        from lean_selector.app.server_tls import ServerTls
-
-        return ServerTls(files, self._connections, self._new_connection, "h2", "--epp-tls")
-
-    def _new_connection(self) -> PickerConnection:
-        may_write = None if self._tokens is None else self._may_write
-        return PickerConnection(self._connections, self._new_stream, self._is_ready, may_write)
-
-    def _new_stream(self, channel: Channel, credential: bytes | None) -> ExtProcStream:
-        return ExtProcStream(channel, self._picker, credential)
-
-    def _may_write(self, credential: bytes | None) -> bool:
-        assert self._tokens is not None
-        return self._tokens.role_of(credential) >= WRITE
-
-    def _is_ready(self) -> bool:
-        return not self._state.is_draining and not self._state.is_recovering
 
     def start(self) -> None:
         self._listener.start()

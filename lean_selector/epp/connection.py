@@ -186,7 +186,8 @@ class _Stream:
             elif len(pending) - at - 5 < size:
                 break
             elif self.handler is not None:
-                message = bytes(pending[at + 5 : at + 5 + size])
+                with memoryview(pending) as view:
+                    message = bytes(view[at + 5 : at + 5 + size])
                 at += 5 + size
                 self.handler.take(message)
         if self._trailers is not None:
@@ -224,10 +225,10 @@ class PickerConnection(asyncio.Protocol):
         connections: Connections,
         new_stream: NewStream,
         is_ready: Callable[[], bool],
-        may_write: Callable[[bytes | None], bool] | None,
+        may_write: Callable[[bytes | None], bool],
     ) -> None:
         """`is_ready`: the answer to health checks. `may_write` returns whether the bearer token of
-        this digest may choose workers; None if no token is required."""
+        this digest may choose workers."""
         self._connections = connections
         self._new_stream = new_stream
         self._is_ready = is_ready
@@ -339,6 +340,8 @@ class PickerConnection(asyncio.Protocol):
                 if self._has_room:
                     self._has_room = False
                     for stream in list(self._streams.values()) if self.held_bytes else ():
+                        if self.h2.outbound_flow_control_window <= 0:
+                            break
                         if stream.unsent_bytes:
                             stream.go_on()
                 connections.spent_s = before + connections.clock() - began
@@ -423,7 +426,7 @@ class PickerConnection(asyncio.Protocol):
             stream.handler = _HealthCheck(stream, self._is_ready)
         elif path != _PROCESS:
             stream.fail(_UNIMPLEMENTED, "unknown method")
-        elif self._may_write is not None and not self._may_write(credential):
+        elif not self._may_write(credential):
             stream.fail(_UNAUTHENTICATED, "a bearer token with the role write is required")
         else:
             stream.handler = self._new_stream(stream, credential)

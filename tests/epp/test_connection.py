@@ -107,7 +107,9 @@ class Handler:
 class Peer:
     """A connection, and whoever is at its other end."""
 
-    def __init__(self, *, greets: bool = True, may_write: Any = None, ready: bool = True) -> None:
+    def __init__(
+        self, *, greets: bool = True, may_write: Any = lambda _: True, ready: bool = True
+    ) -> None:
         self.later: list[Any] = []
         self.connections = Connections(self.later.append)
         self.connections.sweep(100.0)

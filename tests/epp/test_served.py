@@ -21,7 +21,7 @@ from tests.support.certificates import Authority
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, wait_until
 
-READINESS = b"\n\x09readiness"
+READINESS, LIVENESS = b"\n\x09readiness", b"\n\x08liveness"
 
 
 def raw(data: bytes) -> bytes:
@@ -44,9 +44,9 @@ class Served:
         return grpc.secure_channel(target, grpc.ssl_channel_credentials(authority))
 
 
-def health(channel: Any) -> bytes:
+def health(channel: Any, service: bytes = LIVENESS) -> bytes:
     check = channel.unary_unary("/grpc.health.v1.Health/Check", raw, raw)
-    return bytes(check(READINESS, timeout=30))
+    return bytes(check(service, timeout=30))
 
 
 def picked(channel: Any, token: str | None = None) -> Any:
@@ -112,8 +112,10 @@ def test_a_client_of_grpc_is_served_and_counted() -> None:
     served = Served()
     with served.selector, served.channel() as channel:
         assert health(channel) == b"\x08\x01"
+        assert health(channel, READINESS) == b"\x08\x02"
         assert picked(channel).immediate_response.status.code == 503
         assert served.selector.request("POST", "/workers", WORKER)[0] == 201
+        assert health(channel, READINESS) == b"\x08\x01"
         answer = picked(channel)
         told = answer.request_headers.response.header_mutation.set_headers
         assert told[0].header.raw_value == b"127.0.0.1:9"
@@ -185,9 +187,9 @@ def test_a_drain_says_so_first_and_resets_what_is_left() -> None:
     with served.selector, served.channel() as channel, served.channel() as other:
         assert served.selector.request("POST", "/workers", WORKER)[0] == 201
         with held(channel) as call:
-            assert health(other) == b"\x08\x01"
+            assert health(other, READINESS) == b"\x08\x01"
             served.selector.process.terminate()
-            wait_until(lambda: health(other) == b"\x08\x02", "it says that it drains")
+            wait_until(lambda: health(other, READINESS) == b"\x08\x02", "it says that it drains")
             with pytest.raises(grpc.RpcError) as reset:
                 next(call)
             assert reset.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
