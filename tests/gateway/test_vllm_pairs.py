@@ -5,9 +5,14 @@ By hand, with 8 GB of free memory, and some 15 minutes of two cores:
     LEAN_SELECTOR_PAIRS=/tmp/pairs pytest -m engine --log-cli-level INFO \
         tests/gateway/test_vllm_pairs.py
 
-The folder has `eng.sh NAME PORT EVENTS REPLAY [FLAG ...]`, which starts a vLLM with NIXL and a
-model named `tiny`, with blocks of 32 tokens. The model's answer must depend on the whole prompt:
-else wrong blocks go unseen. The witness of what is right is an engine that answers alone.
+The folder has `eng.sh NAME PORT EVENTS REPLAY [FLAG ...]`, which starts a vLLM (as
+tests/client/test_vllm_engine.py says, with `pip install --no-deps nixl==1.5.2 nixl-cu12==1.5.1
+nixl-cu13==1.5.1`) with the model in $MODELDIR, named `tiny`, with blocks of 32 tokens, and its side
+channel at port $SIDE; `models/wordy2`, whose answers must depend on the whole prompt, else wrong
+blocks go unseen; and `logs`. On few cores, preload a `poll` that waits 2 ms where NIXL's thread
+polls without a pause, and a `sched_yield` that sleeps 0.2 ms: vLLM's readers call it in a loop, for
+which Linux then lets them wait up to 40 s for a core. The witness of what is right is an engine
+that answers alone.
 """
 
 import contextlib
@@ -539,6 +544,5 @@ def test_a_killed_decode_worker(rig: Rig) -> None:
     _log.info("%s", played.outcomes)
     assert not played.wrong
     cut = {"IncompleteRead", "ConnectionResetError", "RemoteDisconnected", "an error in a stream"}
-    odd = {each for each in played.outcomes if not each.startswith("pair; ")} - cut
-    assert not odd
+    assert not set(played.outcomes) - cut - {"pair; uncached", "local; cached"}
     assert sum(played.outcomes[each] for each in cut) <= 3  # of those that had begun
