@@ -185,9 +185,10 @@ class ExtProcStream:
             self._send_body(messages.REQUEST_BODY, body, is_last)
 
     def _trailers(self) -> None:
-        """Trailers end the body. In FULL_DUPLEX they are answered after it."""
+        """Trailers end the body. In FULL_DUPLEX they are answered after it. In BUFFERED, a response
+        to them can name no worker, so none is chosen for a request that has them but no body."""
         self._is_whole = True
-        if self.phase is Phase.BODY:
+        if self.phase is Phase.BODY and self._modes[0] == messages.FULL_DUPLEX:
             self._owed.append(messages.unchanged(messages.REQUEST_TRAILERS))
             self._choose(messages.REQUEST_HEADERS, b"".join(self._body) or None)
         else:

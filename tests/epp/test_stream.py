@@ -326,6 +326,16 @@ async def test_buffered_names_the_worker_in_the_answer_to_the_body(mode: int) ->
 
 
 @on_loop
+async def test_trailers_without_a_body_name_no_worker_in_buffered() -> None:
+    driver = Driver(BUFFERED, NONE)
+    driver.head().tell(**TRAILERS)
+    assert driver.kinds() == ["request_headers", "request_trailers"]
+    assert driver.asked == []
+    driver.response().of.closed()
+    assert not driver.picker.live
+
+
+@on_loop
 async def test_a_body_that_is_not_whole_is_not_read() -> None:
     driver = Driver(PARTIAL, NONE)
     driver.head().piece(b'{"mod')
