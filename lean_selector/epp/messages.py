@@ -135,12 +135,20 @@ def headers_of(payload: bytes) -> tuple[dict[bytes, bytes], bool]:
     is_last = False
     for number, value, content in fields(payload):
         if number == 1:  # HeaderMap
-            for header in _each(content, 1):
+            for which, _, header in fields(content):
+                if which != 1:
+                    continue
+                # Two short texts, `key` and `raw_value`, as nearly always
+                size = len(header)
+                at = 2 + header[1] if 3 < size < 0x80 and header[0] == 0x0A else size
+                if at < size - 1 and header[at] == 0x1A and header[at + 1] == size - at - 2:
+                    found[header[2:at]] = header[at + 2 :]
+                    continue
                 name = text = b""
                 for part, _, piece in fields(header):
                     if part == 1:
                         name = piece
-                    elif part in (2, 3) and piece:  # `value` or, from Envoy, `raw_value`
+                    elif part in (2, 3) and piece:  # `value` or `raw_value`
                         text = piece
                 found[name] = text
         elif number == 3:

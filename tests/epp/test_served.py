@@ -49,10 +49,13 @@ def health(channel: Any, service: bytes = LIVENESS) -> bytes:
     return bytes(check(service, timeout=30))
 
 
-def picked(channel: Any, token: str | None = None) -> Any:
+def picked(channel: Any, token: str | None = None, **headers: str) -> Any:
     """The answer to one request without a subset."""
     request = pb.ProcessingRequest()
     request.request_headers.headers.headers.add(key=":path", raw_value=b"/v1/chat/completions")
+    for name, text in headers.items():
+        told = name.replace("_", "-")
+        request.request_headers.headers.headers.add(key=told, raw_value=text.encode())
     request.protocol_config.request_body_mode = request.protocol_config.response_body_mode = 4
     body = pb.ProcessingRequest()
     body.request_body.body = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}'
@@ -166,6 +169,17 @@ def test_tls_is_spoken_with_a_certificate(tmp_path: Path) -> None:
     with served.selector, served.channel(authority.pem) as channel:
         assert health(channel) == b"\x08\x01"
         assert picked(channel).immediate_response.status.code == 503
+
+
+def test_the_headers_of_a_request_say_how_urgent_it_is() -> None:
+    served = Served("--queue-threshold", "1")
+    worker = {**WORKER, "max_num_batched_tokens": 8192}
+    with served.selector, served.channel() as channel:
+        assert served.selector.request("POST", "/workers", worker)[0] == 201
+        assert destination(picked(channel, x_lean_priority="low")) == "127.0.0.1:9"
+        refused = picked(channel, x_lean_priority="soon").immediate_response
+        assert refused.status.code == 400
+        assert b"x-lean-priority" in refused.body
 
 
 def test_the_workers_of_a_tenant_are_chosen_by_their_addresses() -> None:
