@@ -118,7 +118,7 @@ def place(
             reason = _judged(selector, partition, local, choice[0], matches)
             if reason == CACHED:
                 return _kept(selector, partition, local, choice, matches, now, reason)
-    prefill = _prefill_of(request)
+    prefill = prefill_of(request)
     usable = eligible(partition, prefill)
     pairable = _pairable(partition, decoding, usable)
     if not pairable:
@@ -293,7 +293,7 @@ def _judged(
 # -- who may form a pair ---------------------------------------------------------------------------
 
 
-def _prefill_of(request: SelectionRequest) -> SelectionRequest:
+def prefill_of(request: SelectionRequest) -> SelectionRequest:
     """Return the request for the rank of the prefill."""
     leg = SelectionRequest(request.prompt, prefill_terms(request.terms))
     leg.books = request.books

@@ -256,24 +256,34 @@ class Selector:
     def _select_pair(
         self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool
     ) -> Placement | Waiting:
-        from lean_selector.core.selection.pairs import place
+        from lean_selector.core.selection.pairs import place, prefill_of
 
         matches = match_sets(partition, request.prompt.local_hashes)
         placement = place(self, partition, request, matches, now, waits=waits)
         if placement is None:
-            return self._wait(partition, request, now)
+            leg = prefill_of(request) if request.asks_pair else None
+            return self._wait(partition, request, now, leg)
         if partition.shares is not None and len(partition.queue):
             partition.shares.charge(request, placement)
         return placement
 
-    def _wait(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
+    def _wait(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        now: float,
+        leg: SelectionRequest | None = None,
+    ) -> Waiting:
+        """Queue a request. `leg`: what it waits for, if it asks for a pair."""
         if self._queues.refusal is not None:
             raise self._queues.refusal
         request.prompt.sequence_hashes()  # compute now: a later error would be lost
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
-        queue = partition.queue
-        work = least_left_to_prefill(partition, request) if queue.asks_work else 0
-        if request.deadline is None or (ttft_s := least_ttft_s(partition, request)) is None:
+        queue, first = partition.queue, request
+        if leg is not None:
+            first, leg.matches = leg, request.matches
+        work = least_left_to_prefill(partition, first) if queue.asks_work else 0
+        if request.deadline is None or (ttft_s := least_ttft_s(partition, first)) is None:
             return queue.add(request, now, work)
         (behind_s, alone_s), left_s = ttft_s, request.deadline - now
         if behind_s > left_s:
