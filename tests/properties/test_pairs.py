@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
+from lean_selector.core.errors import AllWorkersBusy, NoPrefillWorker, SelectorError, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection import choice
@@ -154,7 +154,7 @@ class Naive:
         usable = naive_choice.candidates(partition, leg)
         if not any(self.fit(one[0], other[0]) for one in decoding for other in usable):
             if self.router.pd_fallback == "refuse":
-                assert type(found) is Unavailable
+                assert type(found) is NoPrefillWorker
                 return
             assert isinstance(found, Placement)
             best = self.cheapest(self.stage("decode"), decoding)

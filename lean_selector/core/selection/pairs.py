@@ -22,7 +22,7 @@ from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.reservations import Reservations, leg_of
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
-from lean_selector.core.selection.scheduler import eligible, not_busy
+from lean_selector.core.selection.scheduler import eligible
 from lean_selector.core.selection.shapes import (
     AUTO,
     DECODE,
@@ -48,6 +48,9 @@ NO_PARTNER: Final = "no_partner"  # none for the worker of the session or target
 PREFILL_BUSY: Final = "prefill_busy"
 
 
+Choice = tuple[RankLoad, Placement, int]  # a rank, the answer, and the ranks that it is one of
+
+
 class Chooser(Protocol):
     """The part of a Selector that pairs use; each of its methods is explained there."""
 
@@ -67,227 +70,185 @@ class Chooser(Protocol):
         ranks: int,
         matches: MatchSets,
         now: float,
-    ) -> tuple[RankLoad, Placement, int]: ...
+    ) -> Choice: ...
 
     def keep(
         self,
         partition: Partition,
         request: SelectionRequest,
-        ranks: int,
+        choice: Choice,
         matches: MatchSets,
-        load: RankLoad,
-        placement: Placement,
         now: float,
     ) -> None: ...
 
 
-def place(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    matches: MatchSets,
-    now: float,
-    *,
-    waits: bool = False,
-    among: int = -1,
-) -> Placement | None:
-    """Choose a pair, or one worker that does both, and book the choice if `request.books`. If the
-    request `waits` and has to, return None. `among`: the ranks for prefill that a request may use
-    that leaves the queue. Raises SelectorError, with nothing changed."""
-    if request.after_prefill:
-        return _decode_alone(selector, partition, request, matches, now)
-    if request.bars_pair:
-        request.role = DECODE
-        ranks = selector.free_ranks(partition, request) & among
-        room = partition.queue.room
-        if waits and room is not None:
-            ranks, is_next = partition.queue.may_pass(room, ranks)
-            if not is_next:
-                return None
-        return _local(selector, partition, request, ranks, matches, now, request.bars_pair)
-    local = copy(request)
-    local.role, local.disaggregate = DECODE, NEVER
-    decoding = selector.free_ranks(partition, local)
-    if not decoding:
-        raise partition.nobody()
-    reason = ASKED
-    if request.disaggregate == AUTO:
-        reason = UNCACHED
-        if _may_be_cached(selector, partition, local, decoding, matches):
-            choice = selector.choose(partition, local, decoding, matches, now)
-            reason = _judged(selector, partition, local, choice[0], matches)
-            if reason == CACHED:
-                return _kept(selector, partition, local, choice, matches, now, reason)
-    prefill = prefill_of(request)
-    usable = eligible(partition, prefill)
-    pairable = _pairable(partition, decoding, usable)
-    if not pairable:
-        reason = _why_none(partition, usable)
-        if selector.settings.pd_fallback == "refuse":
-            _count(selector, reason)
-            raise NoPrefillWorker(reason)
-        return _local(selector, partition, local, decoding, matches, now, reason)
-    free = _free(selector, partition, prefill, usable)
-    room = partition.queue.room
-    if waits and room is not None:
-        free, is_next = partition.queue.may_pass(room, free)
-        if not is_next:
-            return None
-    free &= among
-    pairable = _pairable(partition, decoding, free)
-    if not pairable:
-        raise _busy(selector, partition, prefill)
-    return _pair(selector, partition, request, prefill, pairable, free, matches, now, reason)
+class Pairing:
+    """The choice of one or two ranks for a request that asks for a pair."""
 
+    __slots__ = ("_matches", "_now", "_partition", "_request", "_selector")
 
-def _pair(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    prefill: SelectionRequest,
-    decoding: int,
-    prefilling: int,
-    matches: MatchSets,
-    now: float,
-    reason: str,
-) -> Placement:
-    decode = copy(request)
-    decode.role, decode.disaggregate, decode.after_prefill = DECODE, NEVER, True
-    decode.terms = decode_terms(request.terms)
-    load, placement, left = selector.choose(partition, decode, decoding, matches, now)
-    partners = prefilling & partition.partners(load) & ~partition.workers[load.worker_id].mask
-    if not partners:  # a session or a target led away from those that have some
+    def __init__(
+        self,
+        selector: Chooser,
+        partition: Partition,
+        request: SelectionRequest,
+        matches: MatchSets,
+        now: float,
+    ) -> None:
+        self._selector = selector
+        self._partition = partition
+        self._request = request
+        self._matches = matches
+        self._now = now
+
+    def place(self, *, waits: bool = False, among: int = -1) -> Placement | None:
+        """Choose a pair, or one rank that does both, and book the choice if the request books. If
+        it `waits` and has to, return None. `among`: the ranks for prefill that a request may use
+        that leaves the queue. Raises SelectorError, with nothing changed."""
+        selector, partition, request = self._selector, self._partition, self._request
         alone = copy(request)
         alone.role, alone.disaggregate = DECODE, NEVER
-        return _local(selector, partition, alone, load.mask, matches, now, NO_PARTNER)
-    if partition.domains is not None:
-        preferred = partition.domains.preferred(load)
-        prefill.preferred_taints = {**request.preferred_taints, **preferred}
-    its_load, its_placement, its_left = selector.choose(partition, prefill, partners, matches, now)
-    if request.books:
-        try:
-            selector.reservations.check_free(partition, prefill.reservation_id)
-        except Conflict as error:
-            raise selector.reservations.not_booked(error, request.reservation_id) from None
-    selector.keep(partition, decode, left, matches, load, placement, now)
-    selector.keep(partition, prefill, its_left, matches, its_load, its_placement, now)
-    if request.books:
-        tokens = its_placement.effective_prefill_tokens
-        selector.reservations.join_leg(partition, request.reservation_id, tokens)
-    partition.pairs += 1
-    _count(selector, reason)
-    how = partition.workers[its_load.worker_id].disaggregation
-    return replace(
-        placement,
-        effective_prefill_tokens=0,
-        prefill=PrefillPlacement(
-            its_placement.worker_id,
-            its_placement.dp_rank,
-            its_placement.endpoint,
-            its_placement.overlap,
-            its_placement.effective_prefill_tokens,
-            UNSET if how is None else how,
-            its_placement.explain,
-        ),
-        disaggregation=Disaggregated(True, reason),
-    )
+        decoding = selector.free_ranks(partition, alone)
+        if request.after_prefill:
+            alone.terms = decode_terms(request.terms)
+            choice = self._choose(alone, decoding)
+            self._keep(alone, choice)
+            return replace(choice[1], effective_prefill_tokens=0)
+        if request.bars_pair:
+            request.role = DECODE  # so it waits for other ranks than for those that prefill
+            decoding = self._among(decoding, waits, among)
+            return None if decoding < 0 else self._alone(alone, decoding, request.bars_pair)
+        if not decoding:
+            raise partition.nobody()
+        reason = ASKED
+        if request.disaggregate == AUTO:
+            reason = UNCACHED
+            if self._may_be_cached(decoding):
+                choice = self._choose(alone, decoding)
+                reason = self._judged(choice[0])
+                if reason == CACHED:
+                    return self._kept(alone, choice, reason)
+        prefill = prefill_of(request)
+        usable = eligible(partition, prefill)
+        if not _pairable(partition, decoding, usable):
+            reason = _why_none(partition, usable)
+            if selector.settings.pd_fallback == "local":
+                return self._alone(alone, decoding, reason)
+            self._count(reason)
+            raise NoPrefillWorker(reason)
+        free = usable & ~partition.busy
+        if free and (free := self._among(free, waits, among)) < 0:
+            return None
+        decoding = _pairable(partition, decoding, free)
+        if not decoding:
+            partition.count_shed(request.asked_at)
+            self._count(PREFILL_BUSY)
+            raise AllWorkersBusy
+        return self._pair(alone, prefill, decoding, free, reason)
 
+    def _pair(
+        self,
+        alone: SelectionRequest,
+        prefill: SelectionRequest,
+        decoding: int,
+        prefilling: int,
+        reason: str,
+    ) -> Placement:
+        partition, request = self._partition, self._request
+        reservations = self._selector.reservations
+        decode = copy(alone)
+        decode.after_prefill, decode.terms = True, decode_terms(request.terms)
+        choice = self._choose(decode, decoding)
+        load, placement, _ = choice
+        partners = prefilling & partition.partners(load) & ~partition.workers[load.worker_id].mask
+        if not partners:  # a session or a target led away from those that have some
+            return self._alone(alone, load.mask, NO_PARTNER)
+        if partition.domains is not None:
+            preferred = partition.domains.preferred(load)
+            prefill.preferred_taints = {**request.preferred_taints, **preferred}
+        other = self._choose(prefill, partners)
+        found = other[1]
+        if request.books:
+            try:
+                reservations.check_free(partition, prefill.reservation_id)
+            except Conflict as error:
+                raise reservations.not_booked(error, request.reservation_id) from None
+        self._keep(decode, choice)
+        self._keep(prefill, other)
+        if request.books:
+            left = found.effective_prefill_tokens
+            reservations.join_leg(partition, request.reservation_id, left)
+        partition.pairs += 1
+        self._count(reason)
+        return replace(
+            placement,
+            effective_prefill_tokens=0,
+            prefill=PrefillPlacement(
+                found.worker_id,
+                found.dp_rank,
+                found.endpoint,
+                found.overlap,
+                found.effective_prefill_tokens,
+                partition.workers[found.worker_id].disaggregation or UNSET,
+                found.explain,
+            ),
+            disaggregation=Disaggregated(True, reason),
+        )
 
-def _decode_alone(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    matches: MatchSets,
-    now: float,
-) -> Placement:
-    """Choose another worker for the decode of a prompt that was prefilled elsewhere."""
-    request.role, request.terms = DECODE, decode_terms(request.terms)
-    ranks = selector.free_ranks(partition, request)
-    load, placement, left = selector.choose(partition, request, ranks, matches, now)
-    selector.keep(partition, request, left, matches, load, placement, now)
-    return replace(placement, effective_prefill_tokens=0)
+    def _choose(self, request: SelectionRequest, ranks: int) -> Choice:
+        return self._selector.choose(self._partition, request, ranks, self._matches, self._now)
 
+    def _keep(self, request: SelectionRequest, choice: Choice) -> None:
+        self._selector.keep(self._partition, request, choice, self._matches, self._now)
 
-def _local(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    ranks: int,
-    matches: MatchSets,
-    now: float,
-    reason: str,
-) -> Placement:
-    choice = selector.choose(partition, request, ranks, matches, now)
-    return _kept(selector, partition, request, choice, matches, now, reason)
+    def _alone(self, request: SelectionRequest, ranks: int, reason: str) -> Placement:
+        return self._kept(request, self._choose(request, ranks), reason)
 
+    def _kept(self, request: SelectionRequest, choice: Choice, reason: str) -> Placement:
+        self._keep(request, choice)
+        self._count(reason)
+        return replace(choice[1], disaggregation=Disaggregated(False, reason))
 
-def _kept(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    choice: tuple[RankLoad, Placement, int],
-    matches: MatchSets,
-    now: float,
-    reason: str,
-) -> Placement:
-    load, placement, ranks = choice
-    selector.keep(partition, request, ranks, matches, load, placement, now)
-    _count(selector, reason)
-    return replace(placement, disaggregation=Disaggregated(False, reason))
+    def _count(self, reason: str) -> None:
+        pairs = self._selector.pairs
+        pairs[reason] = pairs.get(reason, 0) + 1
 
+    def _among(self, ranks: int, waits: bool, among: int) -> int:
+        """Return those of `ranks` that may be used now; -1 if the request has to wait."""
+        queue = self._partition.queue
+        if waits and queue.room is not None:
+            ranks, is_next = queue.may_pass(queue.room, ranks)
+            if not is_next:
+                return -1
+        return ranks & among
 
-def _count(selector: Chooser, reason: str) -> None:
-    selector.pairs[reason] = selector.pairs.get(reason, 0) + 1
+    # -- one worker or two -------------------------------------------------------------------------
 
+    def _may_be_cached(self, ranks: int) -> bool:
+        """Whether any of these ranks has so much of the prompt that it may do both."""
+        found = [match for match, holding in self._matches if holding & ranks]
+        return not self._request.prompt.isl_tokens or any(map(self._is_cached, found))
 
-# -- one worker or two -----------------------------------------------------------------------------
+    def _is_cached(self, match: Matched) -> bool:
+        tokens = self._request.prompt.isl_tokens
+        cached = (match.device + match.host + match.disk) * self._partition.block_size
+        left, most = max(0, tokens - cached), self._selector.settings.pd_local_max_tokens
+        return not left or left < min(most, LOCAL_SHARE * tokens)
 
-
-def _may_be_cached(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    ranks: int,
-    matches: MatchSets,
-) -> bool:
-    """Whether any of these ranks has so much of the prompt that it may do both."""
-    if not matches and request.prompt.isl_tokens:
-        return False
-    for match, holding in matches:
-        if holding & ranks and _is_cached(selector, partition, request, match):
-            return True
-    return not request.prompt.isl_tokens
-
-
-def _is_cached(
-    selector: Chooser, partition: Partition, request: SelectionRequest, match: Matched
-) -> bool:
-    tokens = request.prompt.isl_tokens
-    cached = (match.device + match.host + match.disk) * partition.block_size
-    left = max(0, tokens - cached)
-    return not left or left < min(selector.settings.pd_local_max_tokens, LOCAL_SHARE * tokens)
-
-
-def _judged(
-    selector: Chooser,
-    partition: Partition,
-    request: SelectionRequest,
-    load: RankLoad,
-    matches: MatchSets,
-) -> str:
-    """Return CACHED if this rank is to do both, or else why not."""
-    if not _is_cached(selector, partition, request, match_of(matches, load.mask)):
-        return UNCACHED
-    room = partition.queue.room
-    if load.mask & partition.busy or (room is not None and not load.mask & room.below):
-        return DECODE_BUSY
-    most = selector.settings.decode_busy_threshold
-    if most is not None:
-        outlook = outlook_of(partition, request, matches, load)
-        total = outlook.total_kv_blocks
-        if total is not None and outlook.potential_decode_blocks > most * total:
+    def _judged(self, load: RankLoad) -> str:
+        """Return CACHED if this rank is to do both, or else why not."""
+        partition, matches = self._partition, self._matches
+        if not self._is_cached(match_of(matches, load.mask)):
+            return UNCACHED
+        room, most = partition.queue.room, self._selector.settings.decode_busy_threshold
+        if load.mask & partition.busy or (room is not None and not load.mask & room.below):
             return DECODE_BUSY
-    return CACHED
+        if most is not None:
+            outlook = outlook_of(partition, self._request, matches, load)
+            total = outlook.total_kv_blocks
+            if total is not None and outlook.potential_decode_blocks > most * total:
+                return DECODE_BUSY
+        return CACHED
 
 
 # -- who may form a pair ---------------------------------------------------------------------------
@@ -305,19 +266,6 @@ def prefill_of(request: SelectionRequest) -> SelectionRequest:
     leg.asked_at, leg.role = request.asked_at, PREFILL
     leg.waited_s, leg.matches = request.waited_s, request.matches
     return leg
-
-
-def _free(selector: Chooser, partition: Partition, prefill: SelectionRequest, usable: int) -> int:
-    try:
-        return not_busy(partition, prefill, usable)
-    except AllWorkersBusy:
-        raise _busy(selector, partition, prefill) from None
-
-
-def _busy(selector: Chooser, partition: Partition, prefill: SelectionRequest) -> AllWorkersBusy:
-    partition.count_shed(prefill.asked_at)
-    _count(selector, PREFILL_BUSY)
-    return AllWorkersBusy()
 
 
 def _why_none(partition: Partition, usable: int) -> str:
@@ -351,32 +299,19 @@ def _with_another(partition: Partition, decoding: int, prefilling: int) -> int:
 
 def prefill_terms(terms: CostTerms) -> CostTerms:
     """Return the weights for the rank of the prefill: those of the policy, without its decode."""
-    return CostTerms(
-        terms.credit,
-        terms.decay,
-        terms.scale,
-        terms.temperature,
-        True,
-        terms.host_weight,
-        terms.disk_weight,
-        0.0,
-        False,
-        terms.eviction,
-        terms.knows_speeds,
-        False,
+    return replace(
+        terms, track_prefill=True, request_weight=0.0, credits_untracked=False, counts_decode=False
     )
 
 
 def decode_terms(terms: CostTerms) -> CostTerms:
     """Return the weights for the rank of the decode: active blocks and requests, less a credit."""
-    return CostTerms(
-        terms.credit,
-        0.0,
-        0.0,
-        terms.temperature,
-        False,
-        terms.host_weight,
-        terms.disk_weight,
-        terms.request_weight,
-        True,
+    return replace(
+        terms,
+        decay=0.0,
+        scale=0.0,
+        track_prefill=False,
+        credits_untracked=True,
+        eviction=0.0,
+        knows_speeds=False,
     )

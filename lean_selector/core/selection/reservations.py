@@ -312,14 +312,9 @@ class Reservations:
         self, reservation_id: str, now: float, ttft_s: float | None = None
     ) -> None:
         """Record that a request's prefill is complete. `ttft_s`: its time to first token."""
-        try:
-            holders = self.holders(reservation_id)
-        except NotFound:
-            if not self._end_legs(reservation_id, now, is_complete=True):
-                raise
-            return
+        holders = self._holders_or_end(reservation_id, now, is_complete=True)
         is_leg = reservation_id.endswith(LEG)
-        if ttft_s is not None:
+        if ttft_s is not None and holders:
             counts = holders[0].slots.reservations[reservation_id].rank_load.counts
             counts.ttft_s += ttft_s
             counts.ttft_count += 1
@@ -367,12 +362,11 @@ class Reservations:
         how many prompt tokens are in blocks whose hashes the caller knew (None: all).
         `reports_prefill`: the caller reports every completed prefill, whatever the outcome.
         If the reservation has or had a leg, `cached_tokens` and `prefill_outcome` are the leg's."""
-        try:
-            partition = self.holders(reservation_id)[0]
-        except NotFound:
-            if not self._end_legs(reservation_id, now, was_served=prefill_outcome not in _FAULTS):
-                raise
+        served = prefill_outcome not in _FAULTS
+        holders = self._holders_or_end(reservation_id, now, was_served=served)
+        if not holders:
             return
+        partition = holders[0]
         reservation = partition.slots.reservations[reservation_id]
         load = reservation.rank_load
         leg_load, booked_tokens = reservation.prefills_on, reservation.spec.prefill_tokens
@@ -391,7 +385,7 @@ class Reservations:
                 partition.block_size,
                 known_tokens,
             )
-        if prefill_outcome in _FAULTS:
+        if not served:
             self.end_leg(partition, reservation_id, now, was_served=False)
         self.free(reservation_id, now, was_served=not reports_prefill and outcome not in _FAULTS)
         if prefill_outcome is not None and leg_load is not None:
@@ -405,12 +399,7 @@ class Reservations:
         """End a reservation. Without `was_served`, its rank is no longer assumed to cache the
         prompt, unless the prefill was reported as complete. Its leg ends first, so that peers hear
         of both ends in an order in which neither is news that comes too early."""
-        try:
-            holders = self.holders(reservation_id)
-        except NotFound:
-            if not self._end_legs(reservation_id, now, was_served=was_served):
-                raise
-            return
+        holders = self._holders_or_end(reservation_id, now, was_served=was_served)
         is_leg = reservation_id.endswith(LEG)
         for partition in holders:
             self.end_leg(partition, reservation_id, now, was_served=was_served)
@@ -474,23 +463,30 @@ class Reservations:
         else:
             self.end_leg(partition, reservation_id, now)
 
-    def _end_legs(
+    def _holders_or_end(
         self,
         reservation_id: str,
         now: float,
         *,
         is_complete: bool = False,
         was_served: bool = True,
-    ) -> bool:
-        """End what is left of a request whose reservation is gone. Return False if nothing is."""
-        found = False
-        for partition in list(self._catalog.partitions.values()):
-            if self.end_leg(
-                partition, reservation_id, now, is_complete=is_complete, was_served=was_served
-            ):
-                found = True
-                partition.queue.admit(now)
-        return found
+    ) -> list[Partition]:
+        """Return the partitions of a reservation, as `holders`. If only its leg is live, end that,
+        and return none. Raises NotFound if nothing is live."""
+        try:
+            return self.holders(reservation_id)
+        except NotFound:
+            how = {"is_complete": is_complete, "was_served": was_served}
+            found = [
+                partition
+                for partition in self._catalog.partitions.values()
+                if self.end_leg(partition, reservation_id, now, **how)
+            ]
+            if not found:
+                raise
+        for partition in found:
+            partition.queue.admit(now)
+        return []
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
         """Expire idle reservations, at most `max_steps` in total. If `max_steps` reservations are

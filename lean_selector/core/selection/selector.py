@@ -256,10 +256,10 @@ class Selector:
     def _select_pair(
         self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool
     ) -> Placement | Waiting:
-        from lean_selector.core.selection.pairs import place, prefill_of
+        from lean_selector.core.selection.pairs import Pairing, prefill_of
 
         matches = match_sets(partition, request.prompt.local_hashes)
-        placement = place(self, partition, request, matches, now, waits=waits)
+        placement = Pairing(self, partition, request, matches, now).place(waits=waits)
         if placement is None:
             leg = prefill_of(request) if request.asks_pair else None
             return self._wait(partition, request, now, leg)
@@ -279,11 +279,11 @@ class Selector:
             raise self._queues.refusal
         request.prompt.sequence_hashes()  # compute now: a later error would be lost
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
-        queue, first = partition.queue, request
+        queue = partition.queue
         if leg is not None:
-            first, leg.matches = leg, request.matches
-        work = least_left_to_prefill(partition, first) if queue.asks_work else 0
-        if request.deadline is None or (ttft_s := least_ttft_s(partition, first)) is None:
+            leg.matches = request.matches
+        work = least_left_to_prefill(partition, leg or request) if queue.asks_work else 0
+        if request.deadline is None or (ttft_s := least_ttft_s(partition, request)) is None:
             return queue.add(request, now, work)
         (behind_s, alone_s), left_s = ttft_s, request.deadline - now
         if behind_s > left_s:
@@ -317,9 +317,9 @@ class Selector:
         else:
             matches = as_sets(partition, request.matches, waiting.key[3])
         if asks_pair:
-            from lean_selector.core.selection.pairs import place
+            from lean_selector.core.selection.pairs import Pairing
 
-            found = place(self, partition, request, matches, now, among=among)
+            found = Pairing(self, partition, request, matches, now).place(among=among)
             assert found is not None, "it does not wait again"
             placement = found
         else:
@@ -350,9 +350,9 @@ class Selector:
         now: float,
     ) -> Placement:
         """Choose among these ranks, and book the choice if `request.books`."""
-        load, placement, ranks = self.choose(partition, request, ranks, matches, now)
-        self.keep(partition, request, ranks, matches, load, placement, now)
-        return placement
+        choice = self.choose(partition, request, ranks, matches, now)
+        self.keep(partition, request, choice, matches, now)
+        return choice[1]
 
     def choose(
         self,
@@ -382,15 +382,13 @@ class Selector:
         self,
         partition: Partition,
         request: SelectionRequest,
-        ranks: int,
+        choice: tuple[RankLoad, Placement, int],
         matches: MatchSets,
-        load: RankLoad,
-        placement: Placement,
         now: float,
     ) -> None:
-        """Book a choice among `ranks` if `request.books`, and count it. Raises Conflict or
-        BadRequest, with nothing changed."""
-        prompt = request.prompt
+        """Book a choice if `request.books`, and count it. Raises Conflict or BadRequest, with
+        nothing changed."""
+        prompt, (load, placement, ranks) = request.prompt, choice
         decision: Decision | None = None
         watch = self.watch
         if watch is not None:
@@ -401,7 +399,7 @@ class Selector:
                 decisions.chosen(partition, request, matches, placement)
             terms = request.terms
             left = placement.effective_prefill_tokens
-            choice = CachedSelection(
+            chosen = CachedSelection(
                 load.worker_id,
                 load.dp_rank,
                 prompt,
@@ -411,7 +409,7 @@ class Selector:
                 request.session_id,
             )
             try:
-                self.reservations.book_choice(partition, choice, request.reservation_id, now)
+                self.reservations.book_choice(partition, chosen, request.reservation_id, now)
             except Conflict as error:
                 raise self.reservations.not_booked(error, request.reservation_id) from None
             if terms.eviction:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.errors import AllWorkersBusy, TooLate
+from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.selection.inspection import potential_loads, saturation
@@ -285,7 +285,6 @@ def test_projected_loads_of_pairs_have_no_prefill_where_there_is_only_decode() -
 
 
 def test_a_pair_waits_by_what_is_left_for_its_prefill_worker() -> None:
-    """Neither by what another worker has, nor until it would come too late."""
     driven = DrivenSelector(queue_threshold=1.0, queue_policy="wspt")
     for worker_id, role in ((1, "prefill"), (2, "decode")):
         driven.register(worker_id, worker_role=role, max_num_batched_tokens=8)
@@ -297,6 +296,3 @@ def test_a_pair_waits_by_what_is_left_for_its_prefill_worker() -> None:
         "held",
         "short",
     ]
-    teach(driven.partition, driven.partition.slots.ranks[1, 0], 1.0)
-    with pytest.raises(TooLate):
-        driven.book("late", hashes=[], isl_tokens=40, disaggregate="always", deadline=30.0)
