@@ -80,7 +80,7 @@ class GenAiMetrics:
         self._series: dict[tuple[tuple[str, str], str, str], _Series] = {}
 
     def add(self, path: bytes, model: str, worker: Upstream, timing: Timing) -> None:
-        key = operation_of(path), model, worker.text
+        key = _OPERATIONS.get(path) or operation_of(path), model, worker.text
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = _Series()

@@ -393,7 +393,8 @@ class ProxiedRequest:
                     if len(data) > _MOST_KEPT_BYTES and self._connection is not None:
                         self._connection.fail("its stream has no token")
                     return
-            if (self._is_in_vain or reader.error is not None) and self._may_fail:
+            is_in_vain = self.params and self._is_in_vain
+            if (is_in_vain or reader.error is not None) and self._may_fail:
                 self.state, self._kept = State.SHEDDING, bytearray(reader.error or data)
                 return
         if data or is_last:
@@ -421,7 +422,8 @@ class ProxiedRequest:
             return
         if not self._is_written and (text := self._framed(b"", True)):
             self.reply.write(text)
-        self._finish(FAILED if self._is_in_vain else outcome_of_status(self.status))
+        is_in_vain = self.params and self._is_in_vain
+        self._finish(FAILED if is_in_vain else outcome_of_status(self.status))
         self.reply.finish()
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
