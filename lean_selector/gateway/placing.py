@@ -448,10 +448,11 @@ class Placing:
                 else:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
-            proxied.take_over(use)
             if use.leg is not None and proxied.attempts + 2 > MOST_ATTEMPTS:
+                use.end(None)
                 proxied.fail(502, none_served, "bad_gateway")
                 return
+            proxied.take_over(use)
             if use.misses_blocks:
                 self._ask_for_report(proxied.routed, use)
             if use.leg is not None and use.leg.misses_blocks:

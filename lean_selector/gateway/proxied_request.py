@@ -504,6 +504,8 @@ class ProxiedRequest:
 
     def _pass_error(self, use: WorkerUse, head: AnswerHead, body: bytes) -> None:
         """Relays the last error that a worker answered, because no other worker will be tried."""
+        if self.use is not None:  # chosen, and not sent to
+            self.use.end(None)
         self.use, self.status = use, head.status
         self._counts.answers[head.status] += 1
         is_head = self.request.method == b"HEAD"

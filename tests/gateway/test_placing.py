@@ -336,3 +336,31 @@ def test_a_prompt_that_no_worker_computed_is_not_believed_cached(
         gateway.worker.connection_lost(OSError("reset"))
     assert gateway.live == 0
     assert partition.index.total_blocks == 4 * is_believed
+
+
+def test_a_pair_counts_as_two_of_the_five_workers_that_a_request_may_try() -> None:
+    gateway, asked = Gateway(), []
+    for number in range(2, 8):
+        spec = WorkerSpec(
+            worker_id=number,
+            model_name="m",
+            tenant_id="default",
+            endpoint=f"http://w:{number}",
+            block_size=16,
+            worker_role="prefill",
+        )
+        gateway.selector.upsert_worker(spec, NOW)
+        worker = ClientConnection(gateway.handler.rotation.endpoint(f"http://w:{number}"))
+        worker.connection_made(Transport())
+        worker.upstream.put_aside(worker)
+        asked.append(worker)
+    client, transport = gateway.client()
+    client.data_received(request())
+    for _ in range(4):
+        (busy,) = (each for each in asked if not each.is_free)
+        assert transport.writes == []
+        busy.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nbusy")
+    # A fifth prefill worker would leave none for the decode.
+    assert all(each.is_free for each in asked)
+    assert transport.take().startswith(b"HTTP/1.1 503 Busy\r\n")
+    assert (gateway.live, gateway.worker_transport.writes) == (0, [])
