@@ -286,8 +286,8 @@ class SelectionService(WorkerHandlers):
         if reservation_id is None:
             reservation_id = str(uuid.uuid4())
         else:
-            check_id("reservation_id", reservation_id)
-            check_own_id("reservation_id", reservation_id, has_leg=request.asks_pair)
+            has_leg = request.disaggregate != NEVER
+            check_own_id("reservation_id", reservation_id, has_leg=has_leg)
         request.books = True
         request.asked_at = self._books_at
         request.deadline = deadline

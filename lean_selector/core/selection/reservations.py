@@ -36,11 +36,11 @@ def leg_of(reservation_id: str) -> str:
 
 def check_own_id(name: str, value: str, *, has_leg: bool = False) -> None:
     """Raise BadRequest for an id that a client may not give to a reservation (with a leg)."""
+    most = _MOST_CHARACTERS - len(LEG) if has_leg else _MOST_CHARACTERS
+    if len(value) > most:
+        raise BadRequest(f"{name} must not have more than {most} characters, and has {len(value)}")
     if value.endswith(LEG):
         raise BadRequest(f"{name} must not end with {LEG}, as the ids of legs do")
-    if has_leg and len(value) > _MOST_CHARACTERS - len(LEG):
-        most = _MOST_CHARACTERS - len(LEG)
-        raise BadRequest(f"{name} must not have more than {most} characters, and has {len(value)}")
 
 
 class Reservations:

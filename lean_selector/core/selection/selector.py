@@ -248,10 +248,11 @@ class Selector:
             if not is_next:
                 return self._wait(partition, request, now)
         matches = match_sets(partition, request.prompt.local_hashes)
-        placement = self._place(partition, request, ranks, matches, now)
+        choice = self.choose(partition, request, ranks, matches, now)
+        self.keep(partition, request, choice, matches, now)
         if partition.shares is not None and len(queue):
-            partition.shares.charge(request, placement)
-        return placement
+            partition.shares.charge(request, choice[1])
+        return choice[1]
 
     def _select_pair(
         self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool
@@ -300,7 +301,9 @@ class Selector:
             return found
         ranks = self.free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
-        return self._place(partition, request, ranks, matches, now)
+        choice = self.choose(partition, request, ranks, matches, now)
+        self.keep(partition, request, choice, matches, now)
+        return choice[1]
 
     def _place_waiting(
         self, partition: Partition, waiting: Waiting, among: int, now: float
@@ -323,7 +326,9 @@ class Selector:
             assert found is not None, "it does not wait again"
             placement = found
         else:
-            placement = self._place(partition, request, ranks, matches, now)
+            choice = self.choose(partition, request, ranks, matches, now)
+            self.keep(partition, request, choice, matches, now)
+            placement = choice[1]
         if partition.shares is not None:
             partition.shares.charge(request, placement)
         return placement
@@ -340,19 +345,6 @@ class Selector:
         except AllWorkersBusy:
             partition.count_shed(request.asked_at)
             raise
-
-    def _place(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        ranks: int,
-        matches: MatchSets,
-        now: float,
-    ) -> Placement:
-        """Choose among these ranks, and book the choice if `request.books`."""
-        choice = self.choose(partition, request, ranks, matches, now)
-        self.keep(partition, request, choice, matches, now)
-        return choice[1]
 
     def choose(
         self,
