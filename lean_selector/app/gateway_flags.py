@@ -90,7 +90,7 @@ class GatewayFlags:
     """The gateway
 
     workers: URLs of the workers, http://HOST:PORT or http://HOST:PORT/v1
-    prefill: URL of a worker that only prefills; may be repeated. Long prompts then get a pair of
+    prefill: URL of a worker that only prefills; may be repeated. New prompts then get a pair of
       workers, one for the prefill and one for the decode
     decode: URL of a worker that only decodes; may be repeated
     selector_port: HTTP port of the selector's own API and of the metrics; 0: any free port
