@@ -173,6 +173,8 @@ def _last(data: bytes, number: int) -> bytes:
 
 def _values(metadata: bytes, namespace: bytes, key: bytes) -> list[bytes] | None:
     """Return a text of a Metadata, or the texts of a list; None without it."""
+    if key not in metadata:  # as mostly
+        return None
     found = [metadata]
     for name in (namespace, key):  # a Metadata and a Struct are maps, in their field 1
         found = [
@@ -202,9 +204,12 @@ def served_of(metadata: bytes) -> bytes | None:
 # -- writing ---------------------------------------------------------------------------------------
 
 
+_SMALL: Final = [bytes((number,)) for number in range(0x80)]
+
+
 def _size(size: int) -> bytes:
     if size < 0x80:
-        return bytes((size,))
+        return _SMALL[size]
     written = bytearray()
     while size >= 0x80:
         written.append(size & 0x7F | 0x80)
@@ -215,7 +220,8 @@ def _size(size: int) -> bytes:
 
 def part(number: int, content: bytes) -> bytes:
     """Return a field with these bytes. `number` is at most 15."""
-    return b"%c%b%b" % (number << 3 | _BYTES, _size(len(content)), content)
+    size = len(content)
+    return _SMALL[number << 3 | _BYTES] + (_SMALL[size] if size < 0x80 else _size(size)) + content
 
 
 def body_response(kind: int, body: bytes, is_last: bool) -> bytes:

@@ -101,11 +101,15 @@ class Picked:
         self.selector = RunningService(
             *("--prompts", "tokenize", "--discover-interval-secs", "0.2", "--policy", "latency"),
             *("--epp-port", str(self.picker_port), "--epp-host", "127.0.0.1"),
+            *("--epp-max-wait-secs", "90"),
             *(part for worker in self.workers for part in ("--discover", f"url:{worker.url}")),
             *flags,
         )
         ports = [worker.port for worker in self.workers]
-        changes = {"port_value: 8092": f"port_value: {self.selector.port}"}
+        changes = {
+            "port_value: 8092": f"port_value: {self.selector.port}",
+            "message_timeout: 3s": "message_timeout: 100s",  # a loaded machine is slow
+        }
         if tells_first_token:
             changes["#+"] = ""
         self.envoy = EpEnvoy(folder, self.picker_port, ports, mode, host, changes)
