@@ -100,9 +100,10 @@ def needed_to_compile(checkout: Path = Path()) -> list[str]:
     config = ConfigParser()
     config.read(checkout / "setup.cfg")
     required = config["options"]["install_requires"].strip().splitlines()  # some with a marker
-    # The types of the package's own names reach into the client.
-    of_client = config["options.extras_require"]["client"].strip().splitlines()
-    return [MYPY, *required, *of_client]
+    # The types of the package's own names reach into the client and, through `embedded`, into epp.
+    extras = config["options.extras_require"]
+    reached = [line for name in ("client", "epp") for line in extras[name].strip().splitlines()]
+    return [MYPY, *required, *reached]
 
 
 class WithDeploy(build_py):
