@@ -17,6 +17,7 @@ from loadtest.child_service import ChildService, asked, plain_environment
 from tests.deploy.recipe_commands import (
     MANIFESTS,
     command_of,
+    configured,
     containers,
     documents,
     is_ours,
@@ -150,7 +151,7 @@ def test_the_pool_names_the_picker_and_the_pickers_find_its_pods() -> None:
     ports = {port["port"]: port for port in found["Service", picker["name"]]["spec"]["ports"]}
     asked = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert asked[ports[picker["port"]["number"]]["targetPort"]] == 9002
-    assert "--epp-port=9002" in container["args"]
+    assert configured(container["args"]).picker.port == 9002
     assert container["readinessProbe"]["grpc"]["port"] == 9002
     engines = found["Service", "vllm"]["spec"]
     assert engines["selector"] == pool["selector"]["matchLabels"]
