@@ -76,7 +76,8 @@ class GatewayFleet:
         """Return the base URLs at which all workers are draining, or only prefill."""
         self._update()
         known = self._models.keys()
-        return frozenset((self._prefill - known) | (known - self._working))
+        # A frozenset minus a dict's keys is a set, which the compiled form would refuse.
+        return self._prefill.difference(known) | (known - self._working)
 
     def ejected(self) -> frozenset[str]:
         """Return the base URLs of the workers that were ejected because of failures."""
