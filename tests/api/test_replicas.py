@@ -10,7 +10,16 @@ import zmq
 
 from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC
 from tests.support.prometheus_tools import scrape
-from tests.support.replica_member import BOOKED, HASHES, IDLE, SCOPE, TOKENS, Loads, Member, mesh
+from tests.support.replica_member import (
+    BOOKED,
+    IDLE,
+    PAIR_BOOKED,
+    PAIR_DECODES,
+    PAIR_IDLE,
+    Loads,
+    Member,
+    mesh,
+)
 from tests.support.running_service import RunningService, free_port, wait_until
 
 
@@ -191,34 +200,23 @@ def test_both_legs_of_a_pair_count_everywhere_and_end_wherever_the_request_does(
     """Also where a peer ends it that knows no legs, as the tracker."""
     with ours("selector", "selector", "tracker") as members:
         one, other, tracker = members
-        worker = {**SCOPE, "worker_id": 8, "block_size": 16}
-        for member in (one, other):
-            assert member.request("PATCH", "/workers/7", {"worker_role": "decode"})[0] == 200
-            more = {"data_parallel_start_rank": 2, "worker_role": "prefill"}
-            events = {"kv_events_endpoint": "tcp://127.0.0.1:1", "endpoint": "http://p"}
-            assert member.post("/workers", {**worker, **more, **events})[0] == 201
-        assert tracker.post("/register", {**worker, "dp_start": 2, "dp_size": 1})[0] == 201
-        idle = [(0, 0)] * 3
-        shown_everywhere(members, idle)
+        for member in members:
+            member.register_pair()
 
         def book(name: str) -> None:
-            hashes = {"block_hashes": HASHES, "sequence_hashes": HASHES, "isl_tokens": TOKENS}
-            how = {"pinned_worker": {"worker_id": 7, "dp_rank": 1}, "disaggregate": "always"}
-            body = {**SCOPE, **hashes, **how, "reservation_id": name}
-            assert one.post("/select_and_reserve", body)[0] == 200
-            shown_everywhere(members, [(0, 0), (0, 3), BOOKED])
+            shown_everywhere(members, PAIR_IDLE)
+            one.book_pair(name)
+            shown_everywhere(members, PAIR_BOOKED)
 
         book("completed")
         other.complete("completed")
-        shown_everywhere(members, [(0, 0), (0, 3), (0, 0)])
+        shown_everywhere(members, PAIR_DECODES)
         other.free("completed")
-        shown_everywhere(members, idle)
         for name, member in (("freed", other), ("ended by the tracker", tracker)):
             book(name)
             member.free(name)
-            shown_everywhere(members, idle)
         book("leg alone")
         other.free("leg alone#prefill")
-        shown_everywhere(members, [(0, 0), (0, 3), (0, 0)])
+        shown_everywhere(members, PAIR_DECODES)
         one.free("leg alone")
-        shown_everywhere(members, idle)
+        shown_everywhere(members, PAIR_IDLE)

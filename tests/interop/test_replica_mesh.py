@@ -5,12 +5,23 @@ all (decisions D2 and D17).
 """
 
 import random
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.support.replica_member import BOOKED, IDLE, Loads, Member, mesh
+from tests.support.replica_member import (
+    BOOKED,
+    IDLE,
+    PAIR_BOOKED,
+    PAIR_DECODES,
+    PAIR_IDLE,
+    Loads,
+    Member,
+    mesh,
+)
 
 pytestmark = pytest.mark.reference
 
@@ -93,3 +104,93 @@ def test_many_lifecycles_through_random_members_leave_no_load(members: dict[str,
         dropped = members[name].detail()["dropped"]
         assert dropped["undecodable"] == 0
         assert dropped["worker_mismatch"] == 0
+
+
+# -- pairs: only ours know that a reservation has a leg --------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair_members(reference_131: Path) -> Iterator[list[Member]]:
+    """Two selectors of ours, and a selector and a tracker of 1.3.1."""
+    theirs = [("selector", reference_131), ("tracker", reference_131)]
+    with mesh(("selector", None), ("selector", None), *theirs) as members:
+        for hearer in members:
+            for speaker in members:
+                if speaker is not hearer:
+                    hearer.hears(speaker)
+        for member in members:
+            member.register_pair()
+        yield members
+
+
+def shown(members: list[Member], loads: Loads) -> None:
+    for member in members:
+        member.shows(loads)
+
+
+@contextmanager
+def stopped(member: Member) -> Iterator[None]:
+    member.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        member.process.send_signal(signal.SIGCONT)
+
+
+def test_both_legs_count_at_1_3_1_and_end_there_as_ours_end_them(
+    pair_members: list[Member],
+) -> None:
+    booker, other, *_ = pair_members
+    for completer in (booker, other):
+        for freer in (booker, other):
+            shown(pair_members, PAIR_IDLE)
+            booker.book_pair("both calls")
+            shown(pair_members, PAIR_BOOKED)
+            completer.complete("both calls")
+            shown(pair_members, PAIR_DECODES)
+            freer.free("both calls")
+    for freer in (booker, other):
+        shown(pair_members, PAIR_IDLE)
+        booker.book_pair("freed at once")
+        shown(pair_members, PAIR_BOOKED)
+        freer.free("freed at once")
+    shown(pair_members, PAIR_IDLE)
+
+
+@pytest.mark.parametrize("kind", ["selector", "tracker"])
+@pytest.mark.parametrize("call", ["complete", "free"])
+def test_a_call_at_1_3_1_ends_the_leg_at_ours_and_there_once_the_booker_says_so(
+    pair_members: list[Member], kind: str, call: str
+) -> None:
+    """While the booker is stopped nobody says so, and the reference counts the leg."""
+    booker, other, *theirs = pair_members
+    name = f"{call} at {kind}"  # an id is not used again: ends of unknown ones are kept for a while
+    (asked,) = (member for member in theirs if member.kind == kind)
+    shown(pair_members, PAIR_IDLE)
+    booker.book_pair(name)
+    shown(pair_members, PAIR_BOOKED)
+    left = PAIR_DECODES if call == "complete" else PAIR_IDLE
+    with stopped(booker):
+        if call == "complete":
+            asked.complete(name)
+        else:
+            asked.free(name)
+        other.shows(left)
+        other.add("after it", 0)  # so all that it had to say before has arrived
+        other.shows([BOOKED, *left[1:]])
+        shown(theirs, [BOOKED, left[1], PAIR_BOOKED[2]])
+        other.free("after it")
+    shown(pair_members, left)
+    if call == "complete":
+        asked.free(name)
+        shown(pair_members, PAIR_IDLE)
+
+
+def test_a_call_at_1_3_1_that_names_the_leg_ends_it_alone(pair_members: list[Member]) -> None:
+    booker, _, selector, _ = pair_members
+    booker.book_pair("leg alone")
+    shown(pair_members, PAIR_BOOKED)
+    selector.free("leg alone#prefill")
+    shown(pair_members, PAIR_DECODES)
+    booker.free("leg alone")
+    shown(pair_members, PAIR_IDLE)

@@ -26,8 +26,12 @@ HASHES = [101, -22, 303]
 TOKENS = 48
 BOOKED = (TOKENS, len(HASHES))
 IDLE = [(0, 0), (0, 0)]
+# After register_pair() there is rank 2.
+PAIR_IDLE = [*IDLE, (0, 0)]
+PAIR_BOOKED = [(0, 0), (0, BOOKED[1]), BOOKED]
+PAIR_DECODES = [(0, 0), (0, BOOKED[1]), (0, 0)]
 
-Loads = list[tuple[int, int]]  # prefill tokens and decode blocks of each rank of worker 7
+Loads = list[tuple[int, int]]  # prefill tokens and decode blocks of each rank
 
 
 class Member(RunningService):
@@ -79,6 +83,26 @@ class Member(RunningService):
             events = {"kv_events_endpoints": {"0": "tcp://127.0.0.1:1", "1": "tcp://127.0.0.1:1"}}
             where = {"endpoint": "http://worker:8000"}
             self._done("POST", "/workers", {**body, **ranks, **sizes, **events, **where})
+
+    def register_pair(self) -> None:
+        """Worker 7 only decodes from now on, and worker 8, with rank 2, does the prefill. Trackers
+        and references know no roles."""
+        worker: dict[str, object] = {**SCOPE, "worker_id": 8, "block_size": 16}
+        if self.kind == "tracker":
+            self._done("POST", "/register", {**worker, "dp_start": 2, "dp_size": 1})
+            return
+        self._done("PATCH", "/workers/7", {"worker_role": "decode"})
+        rank = {"data_parallel_start_rank": 2, "kv_events_endpoints": {"2": "tcp://127.0.0.1:1"}}
+        sizes = {"max_num_batched_tokens": 8192, "total_kv_blocks": 1000}
+        role = {"endpoint": "http://p:8000", "worker_role": "prefill"}
+        self._done("POST", "/workers", {**worker, **rank, **sizes, **role})
+
+    def book_pair(self, request_id: str) -> None:
+        """The request on rank 1, its leg on rank 2: one of ours is asked, a selector."""
+        prompt = {"block_hashes": HASHES, "sequence_hashes": HASHES, "isl_tokens": TOKENS}
+        how = {"pinned_worker": {"worker_id": 7, "dp_rank": 1}, "disaggregate": "always"}
+        body = {**SCOPE, **prompt, **how, "reservation_id": request_id}
+        self._done("POST", "/select_and_reserve", body)
 
     def add(self, request_id: str, dp_rank: int = 0, hashes: Sequence[int] = HASHES) -> None:
         where = {**SCOPE, "worker_id": 7, "dp_rank": dp_rank, "sequence_hashes": list(hashes)}
