@@ -131,12 +131,13 @@ class SyncPlacement(Placed):
         self._thread = thread
         self._placement = placement
 
-    @wraps(Placement.prefill_complete)
+    # Not with @wraps: to a type checker such a method is called without its object.
     def prefill_complete(self) -> None:
+        """Reports that the first token has come. Raises NotFound if the reservation has expired."""
         self._thread.run(self._placement.prefill_complete())
 
-    @wraps(Placement.output_block)
     def output_block(self, decay_fraction: float | None = None) -> None:
+        """Reports one more full block of output, as Placement.output_block does."""
         self._thread.run(self._placement.output_block(decay_fraction))
 
 
