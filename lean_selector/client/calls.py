@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
-from lean_selector.core.selection.shapes import Overlap
+from lean_selector.core.selection.shapes import Disaggregated, Overlap, PrefillPlacement
 from lean_selector.wire.scalars import unpack_signed
 
 T = TypeVar("T")
@@ -70,6 +70,8 @@ class Selected(msgspec.Struct, frozen=True):
     block_size: int
     overlap: Overlap
     effective_prefill_tokens: int
+    prefill: PrefillPlacement | None = None  # of a pair
+    disaggregation: Disaggregated | None = None  # only if the request asks for a pair
 
     @property
     def overlap_blocks(self) -> int:
@@ -183,10 +185,15 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
 
 
 def free(
-    reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
+    reservation_id: str,
+    outcome: str | None = None,
+    cached_tokens: int | None = None,
+    prefill_outcome: str | None = None,
 ) -> Call[None]:
     """Return the call that frees a reservation and, if given, reports the request's outcome."""
-    fields = _without_none(outcome=outcome, cached_tokens=cached_tokens)
+    fields = _without_none(
+        outcome=outcome, cached_tokens=cached_tokens, prefill_outcome=prefill_outcome
+    )
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 
 

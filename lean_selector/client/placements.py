@@ -15,7 +15,8 @@ Outcome = Literal["refused", "failed", "ok"]
 
 
 class Placed:
-    """The rank chosen for a prompt, and how much of the prompt this rank has cached."""
+    """The rank chosen for a prompt, and how much of the prompt this rank has cached. With
+    `prefill`, this rank only decodes, and that one does the prefill."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         self.worker_id = selected.worker_id
@@ -25,14 +26,24 @@ class Placed:
         self.overlap = selected.overlap
         self.overlap_blocks = selected.overlap_blocks
         self.effective_prefill_tokens = selected.effective_prefill_tokens
+        self.prefill = selected.prefill
+        self.disaggregation = selected.disaggregation
         self.reservation_id = reservation.id
         self._selected = selected
         self._reservation = reservation
 
-    def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
+    def went(
+        self,
+        outcome: Outcome | None,
+        *,
+        cached_tokens: int | None = None,
+        prefill_outcome: Outcome | None = None,
+    ) -> None:
         """Sets the request's outcome, which is reported to the service when the reservation is
-        freed. cached_tokens: number of prompt tokens that the engine had cached."""
+        freed. cached_tokens: number of prompt tokens that the engine had cached; of a pair, the
+        engine of `prefill`. prefill_outcome: that of this engine."""
         self._reservation.outcome = outcome
+        self._reservation.prefill_outcome = prefill_outcome
         self._reservation.cached_tokens = cached_tokens
 
 

@@ -34,6 +34,7 @@ class Reservation:
         self.ended = False  # no further reports
         self.outcome: str | None = None  # of its worker: refused, failed, ok; None: unknown
         self.cached_tokens: int | None = None  # of the prompt, as reported by the engine
+        self.prefill_outcome: str | None = None  # of the other worker of a pair
         self._isl_tokens = isl_tokens
         self._expected_output_tokens = expected_output_tokens
         self._block_size: int | None = None
@@ -76,7 +77,7 @@ class Reservation:
 
     def freeing(self) -> Call[None]:
         """Return the call that frees the reservation and reports the request's outcome."""
-        return calls.free(self.id, self.outcome, self.cached_tokens)
+        return calls.free(self.id, self.outcome, self.cached_tokens, self.prefill_outcome)
 
     def reported(self) -> None:
         """Records that the service has received the report which next_report() returned."""

@@ -43,6 +43,7 @@ from lean_selector.client.reservation import Reservation
 from lean_selector.client.transport import AsyncClosing, OpenStream
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
 from lean_selector.core.numbers import optional, whole
+from lean_selector.core.selection.shapes import Disaggregate
 
 T = TypeVar("T")
 
@@ -65,6 +66,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     strict_priority: int | None = None
     fairness_id: str | None = None
     routing_constraints: Mapping[str, object] | None = None
+    disaggregate: Disaggregate | None = None
+    prefill_allowed_worker_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if self.dp_rank is not None and self.worker_id is None:
@@ -80,6 +83,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             "strict_priority": self.strict_priority,
             "fairness_id": self.fairness_id,
             "routing_constraints": self.routing_constraints,
+            "disaggregate": self.disaggregate,
+            "prefill_allowed_worker_ids": self.prefill_allowed_worker_ids,
         }
         if self.dp_rank is not None:
             wanted["pinned_worker"] = {"worker_id": self.worker_id, "dp_rank": self.dp_rank}
@@ -365,9 +370,15 @@ class KvRouter(AsyncClosing):
         strict_priority: int | None = None,
         fairness_id: str | None = None,
         routing_constraints: Mapping[str, object] | None = None,
+        disaggregate: Disaggregate | None = None,
+        prefill_allowed_worker_ids: Sequence[int] | None = None,
     ) -> AsyncIterator[Placement]:
         """`async with router.reserve(token_ids) as placement:` reserves a rank until the end of the
         block. With a SyncKvRouter, use `with`.
+
+        disaggregate: "auto" or "always" asks for a pair of workers. `placement.prefill` is then the
+            one for the prefill, and the placement itself the one for the decode.
+        prefill_allowed_worker_ids: choose only these for the prefill.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable."""
         wanted = Wanted(
@@ -382,6 +393,8 @@ class KvRouter(AsyncClosing):
             strict_priority=strict_priority,
             fairness_id=fairness_id,
             routing_constraints=routing_constraints,
+            disaggregate=disaggregate,
+            prefill_allowed_worker_ids=prefill_allowed_worker_ids,
         )
 
         async def attempt() -> tuple[Selected, Reservation]:

@@ -365,6 +365,8 @@ def test_a_release_outlasts_a_restart_of_the_service_and_then_gives_up() -> None
                 "strict_priority": 2,
                 "fairness_id": "a",
                 "routing_constraints": {"required_taints": ["gold"]},
+                "disaggregate": "auto",
+                "prefill_allowed_worker_ids": [3],
             }.items()
         ),
     ],

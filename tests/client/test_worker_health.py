@@ -82,3 +82,27 @@ def test_who_sends_requests_himself_tells_how_they_went(fleet: Fleet) -> None:
         with router.reserve(PROMPT) as placement:
             placement.went("refused")
     assert told(fleet) == {"failed": 1, "ok": 1, "refused": 1}
+
+
+def test_a_pair_is_reserved_and_both_of_its_workers_are_reported(fleet: Fleet) -> None:
+    for worker_id, role in ((1, "decode"), (2, "prefill"), (3, "prefill")):
+        fleet.register(worker_id, f"http://{role}-{worker_id}", worker_role=role)
+    with SyncKvRouter(fleet.endpoint) as router:
+        with router.reserve(
+            PROMPT, disaggregate="always", prefill_allowed_worker_ids=[3]
+        ) as placement:
+            assert (placement.worker_id, placement.effective_prefill_tokens) == (1, 0)
+            prefill, told_why = placement.prefill, placement.disaggregation
+            assert prefill is not None
+            assert told_why is not None
+            assert told_why.used
+            assert (prefill.worker_id, prefill.endpoint) == (3, "http://prefill-3")
+            assert prefill.effective_prefill_tokens == len(PROMPT)
+            assert fleet.loads()[3, 0][0] == len(PROMPT)
+            placement.prefill_complete()
+            assert fleet.total() == (0, 4, 1)
+            placement.went("ok", cached_tokens=8, prefill_outcome="failed")
+        fleet.wait_until_free()
+        assert (reports(fleet, 1), reports(fleet, 3)) == ({"ok": 1}, {"failed": 1})
+        with router.reserve(PROMPT) as placement:
+            assert (placement.prefill, placement.disaggregation) == (None, None)
