@@ -164,7 +164,7 @@ def test_a_call_at_1_3_1_ends_the_leg_at_ours_and_there_once_the_booker_says_so(
 ) -> None:
     """While the booker is stopped nobody says so, and the reference counts the leg."""
     booker, other, *theirs = pair_members
-    name = f"{call} at {kind}"  # an id is not used again: ends of unknown ones are kept for a while
+    name = "a pair"  # in each of these tests: nothing is left of the one before
     (asked,) = (member for member in theirs if member.kind == kind)
     shown(pair_members, PAIR_IDLE)
     booker.book_pair(name)

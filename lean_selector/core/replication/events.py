@@ -117,7 +117,7 @@ class ReplicaApplier:
         if (spec.worker_id, spec.dp_rank) not in slots.ranks:
             return Verdict.RANK
         early = self._early.get(_early_key(event)) if self._early else None
-        if early is not None and now - early.at > EARLY_MEMORY_S:
+        if early is not None and (now - early.at > EARLY_MEMORY_S or _precedes(early, event)):
             early = None
         if early is not None and early.kind is EventKind.FREE:
             return Verdict.FREED_EARLY
@@ -138,10 +138,22 @@ class ReplicaApplier:
         early = self._early
         key = _early_key(event)
         before = early.pop(key, None)
-        kind = before.kind if before is not None and before.kind is EventKind.FREE else event.kind
-        early[key] = Early(kind, now)
+        kind, sequence = event.kind, event.sequence
+        if before is not None:
+            kind = before.kind if before.kind is EventKind.FREE else kind
+            if before.router_id != event.router_id or before.sequence is None:
+                sequence = None
+        early[key] = Early(kind, now, event.router_id, sequence)
         while len(early) > MAX_EARLY or now - next(iter(early.values())).at > EARLY_MEMORY_S:
             early.popitem(last=False)
+
+
+def _precedes(early: Early, event: ReplicaEvent) -> bool:
+    """Whether the sender of an ADD sent what came before it about an earlier request of that id."""
+    before, number = early.sequence, event.sequence
+    if before is None or number is None:
+        return False
+    return early.router_id == event.router_id and before < number
 
 
 def _early_key(event: ReplicaEvent) -> _EarlyKey:

@@ -29,6 +29,8 @@ class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
 class Early(msgspec.Struct, frozen=True, gc=False):
     kind: EventKind
     at: float
+    router_id: int  # the sender
+    sequence: int | None  # its number for the event; None: unknown, or others also sent such events
 
 
 class LiveReservation(msgspec.Struct, gc=False):

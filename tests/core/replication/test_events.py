@@ -120,6 +120,28 @@ def test_early_events_are_forgotten_after_a_while() -> None:
     assert here.load() == (48, 3, 1)
 
 
+@pytest.mark.parametrize(
+    ("ends", "number", "verdict"),
+    [
+        *(([(PEER, 7)], 8, Verdict.APPLIED), ([(PEER, 7), (PEER, 8)], 9, Verdict.APPLIED)),
+        ([(PEER, 7)], 6, Verdict.FREED_EARLY),  # the second copy of what came before
+        ([(PEER, None)], 8, Verdict.FREED_EARLY),
+        ([(PEER, 7)], None, Verdict.FREED_EARLY),
+        ([(THIRD, 7)], 8, Verdict.FREED_EARLY),
+        ([(THIRD, 9), (PEER, 7), (PEER, 8)], 9, Verdict.FREED_EARLY),
+        ([(PEER, 7), (THIRD, 9)], 8, Verdict.FREED_EARLY),
+    ],
+)
+def test_an_end_does_not_count_for_what_its_sender_admits_after_it(
+    ends: list[tuple[int, int | None]], number: int | None, verdict: Verdict
+) -> None:
+    """So an id can be used again, though others may have ended the request here before."""
+    here = Replica()
+    for router_id, ended in ends:
+        here.hear(changed(FREE, router_id=router_id, sequence=ended))
+    assert here.hear(changed(ADD, sequence=number)) is verdict
+
+
 @pytest.mark.parametrize("other", [changed(ADD, request_id="s"), changed(ADD, dp_rank=1)])
 def test_an_early_end_speaks_only_of_its_request_and_worker(other: ReplicaEvent) -> None:
     here = Replica()
