@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lean_selector.epp import messages
+from tests.epp.envoy_messages import pb
 
 KINDS = {
     messages.REQUEST_HEADERS: "request_headers",

@@ -12,10 +12,10 @@ from typing import Any
 
 import grpc
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from lean_selector.epp.connection import EXT_PROC
 from loadtest.child_service import free_port, rss_mb
+from tests.epp.envoy_messages import pb
 from tests.epp.test_connection import ATTACKS, GREETING
 from tests.support.certificates import Authority
 from tests.support.prometheus_tools import scrape

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from lean_selector.epp import messages, stream
 from lean_selector.epp.picking import Picked, Refused, RequestToRoute
 from lean_selector.epp.stream import ExtProcStream, Phase
 from lean_selector.gateway.answers import Additions, AnswerReader
+from tests.epp.envoy_messages import pb
 from tests.support.on_loop import on_loop
 
 NONE, STREAMED, BUFFERED, PARTIAL, DUPLEX = range(5)
