@@ -6,7 +6,8 @@ CPU seconds of the selector's process, as in `gateway_cost`, whose workers and c
 time to the first byte, one request after the other; and the memory that 1 000 open streams take.
 The ways to ask take turns: nobody, ext_authz (`deploy/envoy/envoy.yaml`), and ext_proc in the modes
 of MODES (`deploy/envoy/epp.yaml`). `--others` has pickers to compare with, `epp_h2.py` and
-`epp_upb.py` (grpc.aio), which take --grpc-port and the flags of a selector of `--others-package`.
+`epp_upb.py` (grpc.aio; needs grpcio-health-checking), which take --grpc-port and the flags of a
+selector of `--others-package`.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from loadtest.gateway_cost import (
     request_for,
     running,
 )
+from loadtest.reference import envoy_messages
 
 DEPLOY = ROOT / "deploy/envoy"
 DUPLEX = {
@@ -122,7 +124,8 @@ def _measured(port: int, pid: int, requests: int) -> list[float]:
 @contextlib.contextmanager
 def _selector(command: Sequence[str], api: int, workers: list[int], package: str) -> Iterator[int]:
     """The process of a selector that knows the workers."""
-    env = plain_environment(**({"PYTHONPATH": package} if package else {}))
+    paths = f"{package}:{envoy_messages()}"  # epp_upb.py reads them by Envoy's own classes
+    env = plain_environment(**({"PYTHONPATH": paths} if package else {}))
     with ChildService(list(command), api, env=env) as child:
         child.wait()
         for number, worker in enumerate(workers):
