@@ -224,7 +224,7 @@ def main(argv: list[str]) -> int:
             continue
         tree = copied(area)
         children = os.environ.get("MUTATION_CHILDREN", str(os.cpu_count() or 1))
-        command = [PYTHON, "-m", "mutmut", "run", "--max-children", children, *sample]
+        command = [str(PYTHON), "-m", "mutmut", "run", "--max-children", children, *sample]
         path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
         cache = str(ROOT / ".mutation" / ".mypy_cache")  # of the sources that stay as they are
         env = {**os.environ, "PATH": path, "MYPY_CACHE_DIR": cache}
