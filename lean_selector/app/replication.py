@@ -26,7 +26,7 @@ from lean_selector.core.replication.events import (
     Verdict,
 )
 from lean_selector.core.replication.ledger import copies_expire_s
-from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
+from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
@@ -40,7 +40,11 @@ from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.replicas.snapshot_requests import CatchingUp
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_shapes import CurveState, PublisherState, SyncState
-from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot
+from lean_selector.wire.replica_snapshot import (
+    encode_session_list,
+    encode_snapshot,
+    snapshot_line,
+)
 
 if TYPE_CHECKING:
     from lean_selector.app.selector_parts import SelectorCore
@@ -231,14 +235,12 @@ class Replication(Part):
         # Read the number first: then the snapshot contains all events up to it, and perhaps later
         # ones.
         sequence = self.sync.sequence
-        yield from encode_snapshot(
-            self.router_id, sequence, self._live_reservations(), time.monotonic
+        lines = (
+            snapshot_line(live_reservation(target, held, self.router_id), time.monotonic())
+            for target in list(self._targets())
+            for held in target.slots.by_touch()
         )
-
-    def _live_reservations(self) -> Iterator[LiveReservation]:
-        for target in list(self._targets()):
-            for held in target.slots.by_touch():
-                yield live_reservation(target, held, self.router_id)
+        return encode_snapshot(self.router_id, sequence, lines)
 
     def families(self) -> Families:
         """Return the metrics of events sent to and received from replicas."""

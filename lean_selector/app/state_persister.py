@@ -15,7 +15,7 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.parts import Part
 from lean_selector.tasks import in_thread, supervise
-from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, snapshot_head
+from lean_selector.wire.replica_snapshot import SnapshotLines, encode_snapshot
 
 # The slots object distinguishes a partition from a later one of the same name.
 Revision = list[tuple[Slots, int]]
@@ -42,15 +42,13 @@ class LiveReservations:
 
     def parts(self, now: float) -> Iterator[bytes]:
         """Yields the text of the state file, which has each reservation's age at time `now`."""
-        lines = self._lines
-        lines.begin()
-        yield snapshot_head(self._router_id, self._sequence())
-        end = b"\n"
-        for target in list(self._targets()):
-            for held in target.slots.by_touch():
-                yield end + lines.line(target, held, now)
-                end = b",\n"
-        yield SNAPSHOT_END
+        self._lines.begin()
+        lines = (
+            self._lines.line(target, held, now)
+            for target in list(self._targets())
+            for held in target.slots.by_touch()
+        )
+        return encode_snapshot(self._router_id, self._sequence(), lines)
 
 
 log = logging.getLogger("lean_selector.state")

@@ -36,26 +36,27 @@ _decode_session_line = msgspec.json.Decoder(LiveSession).decode
 _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 
 
-def encode_snapshot(
-    router_id: int, sequence: int, listed: Iterable[LiveReservation], clock: Callable[[], float]
-) -> Iterator[bytes]:
-    """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations.
-    They reflect at least this replica's first `sequence` events. `clock()`: monotonic seconds."""
-    yield snapshot_head(router_id, sequence)
+def encode_snapshot(router_id: int, sequence: int, lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the text of GET /replica_sync/snapshot in parts. `lines`: the live reservations, by
+    `snapshot_line` or `SnapshotLines`. They reflect at least this replica's first `sequence`
+    events."""
+    head = b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
+    return _listed(head, lines)
+
+
+def _listed(head: bytes, items: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield `head`, which opens a list, its items, each on a line of its own, and the end."""
+    yield head
     end = b"\n"
-    for live in listed:
-        yield end + _line(live, max(0.0, round(clock() - live.touched_at, 3)))
+    for item in items:
+        yield end + item
         end = b",\n"
-    yield SNAPSHOT_END
+    yield b"\n]}"
 
 
-def snapshot_head(router_id: int, sequence: int) -> bytes:
-    """Return the start of a snapshot's text, up to the first reservation. Each reservation is on a
-    new line; a comma separates reservations."""
-    return b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
-
-
-SNAPSHOT_END = b"\n]}"
+def snapshot_line(live: LiveReservation, now: float) -> bytes:
+    """Return the line for a live reservation at `now`, in monotonic seconds."""
+    return _line(live, max(0.0, round(now - live.touched_at, 3)))
 
 
 def _line(live: LiveReservation, age_s: float) -> bytes:
@@ -99,7 +100,7 @@ class SnapshotLines:
         self._last, self._kept = self._kept, {}
 
     def line(self, target: ReplicaTarget, held: Reservation, now: float) -> bytes:
-        """Return the line for one live reservation, as `encode_snapshot` writes it."""
+        """Return the line for one live reservation, as `snapshot_line` writes it."""
         kept = self._last.get(held)
         if (
             kept is None
@@ -172,12 +173,7 @@ def decode_line(line: bytes, clock: float) -> LiveReservation:
 
 def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
     """Yield the text of GET /replica_sync/sessions in parts."""
-    yield b'{"version":1,"sessions":['
-    end = b"\n"
-    for live in sessions:
-        yield end + _encode(live)
-        end = b",\n"
-    yield b"\n]}"
+    return _listed(b'{"version":1,"sessions":[', map(_encode, sessions))
 
 
 def split_session_list(text: bytes) -> list[bytes]:

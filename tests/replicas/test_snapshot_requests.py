@@ -12,7 +12,7 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas import snapshot_requests
 from lean_selector.replicas.snapshot_requests import CatchingUp
-from lean_selector.wire.replica_snapshot import encode_snapshot
+from lean_selector.wire.replica_snapshot import encode_snapshot, snapshot_line
 from tests.replicas.sync_replica import Replica as Synced
 from tests.support.on_loop import on_loop, until
 from tests.support.one_partition import PEER, Replica
@@ -55,7 +55,9 @@ async def late(*failures: bytes) -> AsyncIterator[tuple[Late, list[bytes]]]:
     """It runs, connected to its peer, which gives these answers first. And what that was asked."""
     owner = Replica(PEER)
     owner.add("r")
-    snapshot = b"".join(encode_snapshot(PEER, 1, owner.snapshot(), lambda: 0.0))
+    snapshot = b"".join(
+        encode_snapshot(PEER, 1, (snapshot_line(each, 0.0) for each in owner.snapshot()))
+    )
     answers = [*failures]
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -12,12 +12,11 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.catch_up import live_reservation
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.wire.replica_snapshot import (
-    SNAPSHOT_END,
     BadSnapshot,
     SnapshotLines,
     decode_line,
     encode_snapshot,
-    snapshot_head,
+    snapshot_line,
     split_snapshot,
 )
 from tests.support.reservations import live_reservation_of
@@ -36,7 +35,9 @@ CLOCK = 2e6
 
 
 def text_of(bookings: list[LiveReservation]) -> bytes:
-    return b"".join(encode_snapshot(2**64 - 1, 77, bookings, lambda: CLOCK))
+    return b"".join(
+        encode_snapshot(2**64 - 1, 77, (snapshot_line(each, CLOCK) for each in bookings))
+    )
 
 
 @given(st.lists(BOOKINGS, max_size=4))
@@ -58,7 +59,7 @@ def test_a_snapshot_is_printed_as_documented() -> None:
     spec = live_reservation_of(
         "m", "t", 16, "r", 7, 0, 5, struct.pack("<2q", 1, -2), 48, None, False, 0
     )
-    assert b"".join(encode_snapshot(9, 5, [spec], lambda: 1.5)) == (
+    assert b"".join(encode_snapshot(9, 5, [snapshot_line(spec, 1.5)])) == (
         b'{"version":1,"router_id":9,"sequence":5,"reservations":[\n'
         b'{"model_name":"m","tenant_id":"t","block_size":16,"request_id":"r","worker_id":7,'
         b'"dp_rank":0,"router_id":5,"age_s":1.5,"prefill_tokens":48,"prefill_done":false,'
@@ -125,19 +126,13 @@ def test_lines_of_snapshots_that_follow_each_other_are_as_if_each_were_the_first
     target, lines = Target(), SnapshotLines(7)
     slots = target.slots
 
-    def told(now: float) -> list[tuple[str, LiveReservation]]:
+    def told(now: float) -> list[LiveReservation]:
         lines.begin()
-        text = snapshot_head(7, 1) + b",".join(
-            b"\n" + lines.line(target, held, now) for held in slots.by_touch()
-        )
-        [*read] = split_snapshot(text + SNAPSHOT_END).lines
-        return [(each.spec.request_id, each) for each in (decode_line(b, CLOCK) for b in read)]
+        return [decode_line(lines.line(target, held, now), CLOCK) for held in slots.by_touch()]
 
-    def fresh(now: float) -> list[tuple[str, LiveReservation]]:
+    def fresh(now: float) -> list[LiveReservation]:
         live = [live_reservation(target, held, 7) for held in slots.by_touch()]
-        text = b"".join(encode_snapshot(7, 1, live, lambda: now))
-        read = [decode_line(line, CLOCK) for line in split_snapshot(text).lines]
-        return [(each.spec.request_id, each) for each in read]
+        return [decode_line(snapshot_line(each, now), CLOCK) for each in live]
 
     slots.book(ReservationSpec('"age_s":0.0', 1, 0, '"age_s":0.0', prefill_tokens=9), b"x" * 8, 1.0)
     slots.book(ReservationSpec("b", 1, 0, prefill_tokens=9), b"y" * 16, 2.0, 99)
@@ -150,4 +145,4 @@ def test_lines_of_snapshots_that_follow_each_other_are_as_if_each_were_the_first
     slots.free("c", 8.0)
     slots.book(ReservationSpec("c", 1, 0, prefill_tokens=3), b"z" * 8, 8.0)
     assert told(9.0) == fresh(9.0)
-    assert [request_id for request_id, _ in told(9.0)] == ["c", "b"]
+    assert [each.spec.request_id for each in told(9.0)] == ["c", "b"]
