@@ -1,13 +1,12 @@
 """What a request and a streamed chunk cost in an endpoint picker behind Envoy, and what it adds.
 
-    python -m loadtest.epp_cost [--compiled PYTHON] [--others FOLDER --others-package FOLDER]
+    python -m loadtest.epp_cost [--compiled PYTHON] [--other COMMAND]
 
 CPU seconds of the selector's process, as in `gateway_cost`, whose workers and clients are used; the
 time to the first byte, one request after the other; and the memory that 1 000 open streams take.
 The ways to ask take turns: nobody, ext_authz (`deploy/envoy/envoy.yaml`), and ext_proc in the modes
-of MODES (`deploy/envoy/epp.yaml`). `--others` has pickers to compare with, `epp_h2.py` and
-`epp_upb.py` (grpc.aio; needs grpcio-health-checking), which take --grpc-port and the flags of a
-selector of `--others-package`.
+of MODES (`deploy/envoy/epp.yaml`). `--other` starts another picker, with a selector's routing: it
+takes POST /workers at {api}, and ext_proc at {picker}.
 """
 
 import argparse
@@ -15,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import re
+import shlex
 import statistics
 import sys
 import tempfile
@@ -41,7 +41,6 @@ from loadtest.gateway_cost import (
     request_for,
     running,
 )
-from loadtest.reference import envoy_messages
 
 DEPLOY = ROOT / "deploy/envoy"
 DUPLEX = {
@@ -74,10 +73,8 @@ def _asked_by_http(python: str, folder: str, ends: int, place: Place) -> list[st
     return [*command, "--uds", f"{folder}/selector.sock", "--lifecycle-from", lifecycle]
 
 
-def _others(folder: str, kind: str, place: Place) -> list[str]:
-    api, port = map(str, place)
-    command = [sys.executable, f"{folder}/epp_{kind}.py", "--grpc-port", port, "--end", "full"]
-    return [*command, "--port", api, *FLAGS]
+def _other(command: str, place: Place) -> list[str]:
+    return shlex.split(command.format(api=place[0], picker=place[1]))
 
 
 def _configured(recipe: str, changes: dict[str, str], mode: dict[str, str], folder: str) -> Path:
@@ -122,11 +119,9 @@ def _measured(port: int, pid: int, requests: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def _selector(command: Sequence[str], api: int, workers: list[int], package: str) -> Iterator[int]:
+def _selector(command: Sequence[str], api: int, workers: list[int]) -> Iterator[int]:
     """The process of a selector that knows the workers."""
-    paths = f"{package}:{envoy_messages()}"  # epp_upb.py reads them by Envoy's own classes
-    env = plain_environment(**({"PYTHONPATH": paths} if package else {}))
-    with ChildService(list(command), api, env=env) as child:
+    with ChildService(list(command), api, env=plain_environment()) as child:
         child.wait()
         for number, worker in enumerate(workers):
             spec = {"worker_id": number, "model_name": "m", "block_size": 16}
@@ -147,17 +142,14 @@ def _round(options: argparse.Namespace, workers: list[int], folder: str) -> Iter
     candidates = {}
     for form, python in forms.items():
         if form == "pure":
-            candidates["nobody asked"] = (partial(_ours, python), "epp.yaml", NOTHING, "")
+            candidates["nobody asked"] = (partial(_ours, python), "epp.yaml", NOTHING)
         asks = partial(_asked_by_http, python, folder, ends)
-        candidates[f"ext_authz, {form}"] = (asks, "envoy.yaml", {}, "")
+        candidates[f"ext_authz, {form}"] = (asks, "envoy.yaml", {})
         for name, mode in (*MODES.items(), (LUA, MODES["trailers"])):
-            candidates[f"ext_proc, {name}, {form}"] = (partial(_ours, python), "epp.yaml", mode, "")
-    for kind in ("h2", "upb") if options.others else ():
-        for name, mode in MODES.items():
-            asks = partial(_others, options.others, kind)
-            package = options.others_package
-            candidates[f"{kind}, {name}"] = (asks, "epp.yaml", mode, package)
-    for name, (command, recipe, mode, package) in candidates.items():
+            candidates[f"ext_proc, {name}, {form}"] = (partial(_ours, python), "epp.yaml", mode)
+    for name, mode in MODES.items() if options.other else ():
+        candidates[f"another, {name}"] = (partial(_other, options.other), "epp.yaml", mode)
+    for name, (command, recipe, mode) in candidates.items():
         if options.only and not re.search(options.only, name):
             continue
         port, place = free_port(), (free_port(), free_port())
@@ -178,15 +170,14 @@ def _round(options: argparse.Namespace, workers: list[int], folder: str) -> Iter
         logger = f"logger --udp --server 127.0.0.1 --port {ends} --rfc3164 --tag envoy"
         line = f"exec {envoy} -c {config} {flags} --file-flush-interval-msec 50"
         shell = ["bash", "-c", line if recipe == "epp.yaml" else f"{line} > >({logger})"]
-        with _selector(command(place), place[0], workers, package) as pid, running(shell, port):
+        with _selector(command(place), place[0], workers) as pid, running(shell, port):
             yield name, _measured(port, pid, options.requests)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compiled", help="a Python that has our compiled wheel")
-    parser.add_argument("--others", help="a folder of pickers to compare with")
-    parser.add_argument("--others-package", default="", help="the lean_selector that they import")
+    parser.add_argument("--other", help="another picker's command, with {api} and {picker}")
     parser.add_argument("--only", help="a regular expression of the candidates' names")
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--rounds", type=int, default=3)
