@@ -1,1 +1,1 @@
-"""Commands other than the services: demo, check, top, simulate, replay, tune, deploy and keys."""
+"""Commands other than the services: demo, check, top, simulate, replay, tune and deploy."""
