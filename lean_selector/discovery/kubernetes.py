@@ -192,7 +192,6 @@ class KubernetesFinder:
             try:
                 if not self.version:
                     await self._list()
-                    pause_s = self.again_first_s
                 began = time.monotonic()
                 await self._watch()
                 if time.monotonic() - began >= AGAIN_LIMIT_S:

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from lean_selector.discovery import kubernetes
 from lean_selector.discovery.finders import Sighting
 from lean_selector.discovery.kubernetes import KubernetesFinder, Slice, endpoints_of
 from lean_selector.discovery.particulars import FoundEndpoint
@@ -132,6 +134,26 @@ async def test_who_is_told_gone_lists_again(tmp_path: Path, form: str) -> None:
             api.tell_gone()
         await it.finds("10.0.0.9:8000")
         assert api.lists == 2
+
+
+@on_loop
+async def test_who_is_told_gone_each_time_lists_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    really_sleep = asyncio.sleep
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await really_sleep(0)
+
+    async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
+        monkeypatch.setattr(kubernetes, "asyncio", SimpleNamespace(sleep=sleep))
+        api.forget_everything()
+        await until(lambda: len(pauses) >= 8)
+        assert it.ready == ["10.0.0.1:8000"]
+    for before, later in zip(pauses, pauses[2:8], strict=False):
+        assert later > before
 
 
 @on_loop

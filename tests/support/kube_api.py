@@ -6,6 +6,7 @@ resource version on, bookmarks, 410 both as a status and as an ERROR event, 401 
 
 import json
 import ssl
+import sys
 import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler
@@ -114,6 +115,11 @@ class KubeApi:
             self._version += 1
             self._oldest = self._version
             self._events.clear()
+
+    def forget_everything(self) -> None:
+        """From now on every watch is Gone."""
+        self._oldest = sys.maxsize
+        self.cut_watches()
 
     def tell_gone(self) -> None:
         """Ends watches as etcd's compaction does: an ERROR event with the code 410."""
