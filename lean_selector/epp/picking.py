@@ -253,7 +253,7 @@ class Picker:
         if session is not None and routed.session_id is None:
             routed.session_id = session_id_of(session)
         if among is not None:
-            ids = frozenset(self.fleet.ids_of(among))
+            ids = self.fleet.ids_of(among)
             routed.worker_ids = ids if routed.worker_ids is None else routed.worker_ids & ids
             if not routed.worker_ids:
                 raise Unavailable("no worker of the subset has this model")
@@ -310,7 +310,7 @@ class Picker:
         self.counts["moved"] += 1
         use.end(FAILED)
         choice.use = None
-        routed.worker_ids = frozenset(self.fleet.ids_of(bases))
+        routed.worker_ids = self.fleet.ids_of(bases)
         steps = self.chooser.choose(routed, new_id(), _NOBODY)
         try:
             if routed.worker_ids:

@@ -115,10 +115,10 @@ class GatewayFleet:
         serving = [base for base, models in self._models.items() if model in models]
         return serving or [base for base in self._named if base not in self._models] or None
 
-    def ids_of(self, bases: Iterable[str]) -> set[int]:
+    def ids_of(self, bases: Iterable[str]) -> frozenset[int]:
         """Return the ids of the workers at these base URLs."""
         self._update()
-        return {each for base in bases for each in self._ids.get(base, ())}
+        return frozenset([each for base in bases for each in self._ids.get(base, ())])
 
     def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
         """Return the base URLs of these workers."""

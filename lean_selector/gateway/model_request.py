@@ -233,7 +233,10 @@ class ModelRequest:
     @property
     def priority(self) -> int:
         """Return 1 if the request is urgent, -1 if it can wait. vLLM's `priority` is lower then."""
-        given = bytes(self.fields.get("priority", b""))
+        raw = self.fields.get("priority")
+        if raw is None:
+            return 0
+        given = bytes(raw)
         if not given.removeprefix(b"-").isdigit() or given in (b"0", b"-0"):
             return 0
         return 1 if given.startswith(b"-") else -1
