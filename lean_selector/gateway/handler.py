@@ -199,8 +199,8 @@ class GatewayHandler:
                     fields["prompt_detail"] = proxied.why_unknown.text[:MOST_DETAIL_CHARACTERS]
         if proxied.pair_reason:
             fields["pd"] = proxied.pair_reason
-        if proxied.leg is not None:
-            fields["prefill_worker"] = proxied.leg.endpoint.text
+        if proxied.held is not None:
+            fields["prefill_worker"] = proxied.held.leg.endpoint.text
         if proxied.routed is not None:
             fields["model"] = proxied.routed.model_name
         timing = proxied.timing

@@ -457,7 +457,8 @@ class Placing:
                 self._ask_for_report(proxied.routed, use)
             if use.leg is not None and use.leg.misses_blocks:
                 self._ask_for_report(proxied.routed, use.leg)
-        if proxied.are_params_old:  # it waited for a decode worker
+        held = proxied.held
+        if held is not None and held.are_old:  # it waited for a decode worker
             proxied.run_anew()
             return
         endpoint = use.endpoint if use.leg is None else proxied.asked.endpoint
@@ -479,12 +480,16 @@ class Placing:
         """Chooses a worker that has not failed this request. Return None if no worker is left."""
         routed, fleet = proxied.routed, self.fleet
         if routed is not None:
-            avoided = frozenset(fleet.ids_of(proxied.tried))
-            doubted = frozenset(fleet.ids_of(proxied.doubted)) if proxied.doubted else _NOBODY
+            tried, doubted, held = proxied.tried, proxied.doubted, proxied.held
             try:
-                reservation_id, leg = f"{proxied.lease_id}.{proxied.attempts}", proxied.leg
                 return (
-                    yield from self.chooser.choose(routed, reservation_id, avoided, doubted, leg)
+                    yield from self.chooser.choose(
+                        routed,
+                        f"{proxied.lease_id}.{proxied.attempts}",
+                        fleet.ids_of(tried) if tried else _NOBODY,
+                        fleet.ids_of(doubted) if doubted else _NOBODY,
+                        None if held is None else held.leg,
+                    )
                 )
             except NoPair:
                 raise

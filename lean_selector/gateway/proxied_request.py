@@ -51,6 +51,7 @@ happen. If no other worker may be tried, the request is OVER instead of LOOKING.
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
 from typing import Final
@@ -60,6 +61,7 @@ from lean_selector.gateway.answers import AnswerReader
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.genai_metrics import Timing
 from lean_selector.gateway.headers import answer_lines, id_line, is_stream, refusal, request_lines
+from lean_selector.gateway.pair import decode_body, params_of, prefill_body
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import NO_PARAMS, Routed
 from lean_selector.gateway.upstreams import WorkerUse
@@ -92,18 +94,34 @@ class State(Enum):
     OVER = auto()
 
 
+@dataclass(eq=False)
+class HeldBlocks:
+    """The KV blocks that a prefill worker holds for a request, until a decode worker fetches them.
+
+    `params`: what its answer says of them, as JSON. `sent_at` and `answered_at`: when it got the
+    request, and answered. `cached_tokens`: how many of the prompt's it had cached, if it said so.
+    `were_moved`: the params go to a second decode worker, because the first refused."""
+
+    leg: WorkerUse
+    params: bytes
+    sent_at: float
+    answered_at: float
+    cached_tokens: int | None
+    were_moved: bool = False
+
+    @property
+    def are_old(self) -> bool:
+        """Whether no decode worker may get the params any more."""
+        return monotonic() - self.answered_at > _PARAMS_HOLD_S
+
+
 class ProxiedRequest:
     """A client's request, from its arrival to its end; `reply` is the answer to the client."""
 
     # Of requests that a pair of workers serves.
-    leg: WorkerUse | None = None  # the use of the prefill worker whose params are used
-    params: bytes = b""  # of a prefill worker's answer, as JSON, for a decode worker
+    held: HeldBlocks | None = None  # for the decode worker that has the request, or will have it
     doubted: frozenset[str] = frozenset()  # endpoints of which one failed it, or another of them
     pair_reason: str = ""  # whether a pair serves it, and why
-    _leg_sent_at: float = 0.0
-    _params_at: float = 0.0
-    _were_params_moved: bool = False  # after a refused connection, to another decode worker
-    _leg_cached: int | None = None  # tokens that the prefill worker had cached
 
     is_stale: bool = False  # the kept connection to the worker had just been closed
 
@@ -196,24 +214,19 @@ class ProxiedRequest:
     def legs(self) -> list[tuple[str, str, float, float]]:
         """Return name, base URL, begin and end of each leg of the pair that serves the request, in
         seconds since the request. A leg that goes on ends now."""
-        leg, use, began = self.leg, self.use, self._began
-        if leg is None or use is None:
+        held, use, began = self.held, self.use, self._began
+        if held is None or use is None:
             return []
-        ended = self._params_at - began
-        found = [("prefill", leg.endpoint.text, self._leg_sent_at - began, ended)]
-        if self._sent_at > self._params_at:
+        name = held.leg.endpoint.text
+        found = [("prefill", name, held.sent_at - began, held.answered_at - began)]
+        if self._sent_at > held.answered_at:
             found.append(("decode", use.endpoint.text, self._sent_at - began, self.age_s))
         return found
 
     @property
-    def are_params_old(self) -> bool:
-        """Whether there are params that no decode worker may get any more."""
-        return bool(self.params) and monotonic() - self._params_at > _PARAMS_HOLD_S
-
-    @property
     def _is_in_vain(self) -> bool:
         """Whether a decode worker answers 200 without a token: it could not fetch the blocks."""
-        return bool(self.params) and self._reader is not None and not self._reader.has_token
+        return self.held is not None and self._reader is not None and not self._reader.has_token
 
     @property
     def why_unknown(self) -> Unknown | None:
@@ -248,17 +261,12 @@ class ProxiedRequest:
         self._sent_at = monotonic()
         self._connection = connection
         body = self.request.body if self.routed is None else use.body or self.routed.body
+        self.state = State.SENT
         if use is not self.use:
-            self.state, self._leg_sent_at = State.PREFILLING, self._sent_at
-            from lean_selector.gateway.pair import prefill_body
-
+            self.state = State.PREFILLING
             body = prefill_body(bytes(body), self.request.path)
-        else:
-            self.state = State.SENT
-            if self.params:
-                from lean_selector.gateway.pair import decode_body
-
-                body = decode_body(bytes(body), self.params)
+        elif self.held is not None:
+            body = decode_body(bytes(body), self.held.params)
         head = self._request_head(use, len(body))
         connection.send(head, body, self, self.request.method == b"HEAD")
         if self.reply.is_paused:
@@ -343,7 +351,7 @@ class ProxiedRequest:
             return True
         if routed is not None and head.status == 200:
             self._reader = routed.additions.reader(is_stream(head.lines, routed.streams))
-            if self.params:
+            if self.held is not None:
                 self._kept = bytearray()
                 self._reader.be_strict()
             return True
@@ -386,16 +394,18 @@ class ProxiedRequest:
             data = reader.feed(data)
             if is_last:
                 data += reader.rest()
-            if self.params:  # what a decode worker says before its first token may be in vain
+            error = reader.error
+            if self.held is not None:  # what a decode worker says before its token may be in vain
                 self._kept += data
                 data = bytes(self._kept)
-                if not reader.has_token and reader.error is None and not is_last:
-                    if len(data) > _MOST_KEPT_BYTES and self._connection is not None:
-                        self._connection.fail("its stream has no token")
-                    return
-            is_in_vain = self.params and self._is_in_vain
-            if (is_in_vain or reader.error is not None) and self._may_fail:
-                self.state, self._kept = State.SHEDDING, bytearray(reader.error or data)
+                if error is None and not reader.has_token:
+                    error = data
+                    if not is_last:
+                        if len(data) > _MOST_KEPT_BYTES and self._connection is not None:
+                            self._connection.fail("its stream has no token")
+                        return
+            if error is not None and self._may_fail:
+                self.state, self._kept = State.SHEDDING, bytearray(error)
                 return
         if data or is_last:
             self._relay(data, is_last)
@@ -414,16 +424,15 @@ class ProxiedRequest:
         self._connection = None
         if self.state is State.SENT:
             self._first(b"", True)
-        if self.state is State.PREFILLING:
-            self._prefill_answered()
-            return
-        if self.state is State.SHEDDING:
-            self._was_shed(bytes(self._kept))
+        if self.state is not State.RELAYING:
+            if self.state is State.PREFILLING:
+                self._prefill_answered()
+            else:
+                self._was_shed(bytes(self._kept))
             return
         if not self._is_written and (text := self._framed(b"", True)):
             self.reply.write(text)
-        is_in_vain = self.params and self._is_in_vain
-        self._finish(FAILED if is_in_vain else outcome_of_status(self.status))
+        self._finish(FAILED if self._is_in_vain else outcome_of_status(self.status))
         self.reply.finish()
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
@@ -445,30 +454,24 @@ class ProxiedRequest:
     def _prefill_answered(self) -> None:
         """Takes over what the prefill worker of a pair answered, and goes on to the decode worker.
         Without params, the request needs another choice."""
-        from lean_selector.gateway.pair import params_of
-
-        use, leg, reader, routed = self.use, self.asked, self._reader, self.routed
-        assert use is not None
+        leg, reader, routed = self.asked, self._reader, self.routed
         assert reader is not None
         assert routed is not None
         self._kept += reader.end()  # from here on, the prompt's tokens are known
         params = params_of(bytes(self._kept))
         self._kept = bytearray()
-        now = monotonic()
         if not params:
             self._note("its answer to a prefill has no usable kv_transfer_params", "no pair")
-            self.use = None
-            use.end(None)
             routed.bars_pair = NO_PARAMS
-        else:
-            cached = reader.usage.cached_tokens
-            self.leg, self.params, self._params_at, self._leg_cached = leg, params, now, cached
-            self._were_params_moved = False
-            self._counts.pairs.prefill.add(now - self._leg_sent_at)
-            leg.prefill_complete()
-            leg.end(OK, cached)
-            if cached is not None:
-                self._compare(leg, cached)
+            self.run_anew()
+            return
+        now, cached = monotonic(), reader.usage.cached_tokens
+        self.held = HeldBlocks(leg, params, self._sent_at, now, cached)
+        self._counts.pairs.prefill.add(now - self._sent_at)
+        leg.prefill_complete()
+        leg.end(OK, cached)
+        if cached is not None:
+            self._compare(leg, cached)
         self._find_worker()
 
     def _was_shed(self, body: bytes) -> None:
@@ -489,7 +492,7 @@ class ProxiedRequest:
             outcome = FAILED
         why = f"it answered {head.status}" if head.status != 200 else "its stream has no token"
         how = outcome or "not_free"
-        if self.params and outcome == FAILED:  # or the prefill worker is gone
+        if self.held is not None and outcome == FAILED:  # or the prefill worker is gone
             outcome = None
         self._retry(how, outcome, why)
 
@@ -566,10 +569,12 @@ class ProxiedRequest:
         assert self.use is not None
         self._waits_for_token = False
         self._first_token_at = now = monotonic()
-        self.use.prefill_complete(now - (self._leg_sent_at if self.params else self._sent_at))
-        if self.params:
-            self._counts.pairs.transfer.add(now - self._params_at)
+        sent_at, held = self._sent_at, self.held
+        if held is not None:
+            sent_at = held.sent_at
+            self._counts.pairs.transfer.add(now - held.answered_at)
             self._counts.pairs.first_token.add(now - self._began)
+        self.use.prefill_complete(now - sent_at)
 
     def _own_lines(self) -> bytes:
         use = self.use
@@ -579,8 +584,8 @@ class ProxiedRequest:
         lines += b"x-lean-worker: %b\r\n" % use.endpoint.text.encode()
         if self.pair_reason:
             lines += b"x-lean-pd: %b\r\n" % self.pair_reason.encode()
-        if self.leg is not None:
-            lines += b"x-lean-prefill-worker: %b\r\n" % self.leg.endpoint.text.encode()
+        if self.held is not None:
+            lines += b"x-lean-prefill-worker: %b\r\n" % self.held.leg.endpoint.text.encode()
         if use.overlap_tokens is not None:
             lines += b"x-lean-overlap: %d\r\n" % use.overlap_tokens
             if self.why_unknown is not None:
@@ -612,7 +617,7 @@ class ProxiedRequest:
         if how == _STALE and may_retry:
             # The worker had just closed the idle connection, which is not a failure.
             counts.stale += 1
-            if self.params:  # it may have used them
+            if self.held is not None:  # it may have used the params
                 self.run_anew()
                 return
             self.attempts -= 1
@@ -621,9 +626,8 @@ class ProxiedRequest:
             return
         spent = "the request may be the cause" if is_cause else "too many requests were retried"
         self._note(reason, "another is tried" if may_retry else spent)
-        if self.params and how == FAILED and outcome is None:
-            assert self.leg is not None
-            self.doubted |= {asked.endpoint.text, self.leg.endpoint.text}  # a new set
+        if self.held is not None and how == FAILED and outcome is None:
+            self.doubted |= {asked.endpoint.text, self.held.leg.endpoint.text}  # a new set
         else:
             self.tried.add(asked.endpoint.text)
         self._let_go(asked, outcome)
@@ -643,9 +647,11 @@ class ProxiedRequest:
 
     def _keep_params(self, was_refused: bool) -> None:
         """Drops the params, unless a decode worker refused the connection, which got nothing."""
-        if not was_refused or self._were_params_moved or self.are_params_old:
-            self.params, self.leg = b"", None
-        self._were_params_moved = bool(self.params)
+        held = self.held
+        if held is not None:
+            if not was_refused or held.were_moved or held.are_old:
+                self.held = None
+            held.were_moved = True
 
     def _finish(self, outcome: str | None) -> None:
         """Ends the request and its use (claim on a worker). Must be called only once."""
@@ -653,21 +659,18 @@ class ProxiedRequest:
         self.state = State.OVER
         self.outcome = outcome
         self._counts.active -= 1
-        cached = None
+        held, cached = self.held, None
         if outcome == OK and self.routed is not None and self.status == 200:
             assert self._reader is not None
             usage = self._reader.usage  # the engine's counts, of a complete answer
-            cached, lengths = usage.cached_tokens, usage.lengths
-            if self.leg is not None:
-                cached = self._leg_cached  # the decode worker had no part in it
-            elif self.routed.is_sent_once:
-                cached = None  # may be those of another engine
+            lengths = usage.lengths
+            if held is None and not self.routed.is_sent_once:  # else may be another engine's
+                cached = usage.cached_tokens
             if lengths is not None and self.routed.on_lengths is not None:
                 self.routed.on_lengths(*lengths)
             first_s = self._first_token_at - self._began if self._first_token_at else None
-            self.timing = Timing(self.age_s, first_s, lengths, cached)
-        if self.leg is not None:
-            cached = None  # compared when the prefill worker had answered
+            told = cached if held is None else held.cached_tokens
+            self.timing = Timing(self.age_s, first_s, lengths, told)
         if self.use is not None:
             self.use.end(outcome, cached)
             if cached is not None:

@@ -87,14 +87,14 @@ def test_a_refused_connection_moves_the_params_to_one_other_decode_worker() -> N
     errand = Pairing()
     first = errand.prefilled(1, 2)
     errand.of.refused("connection refused")
-    assert (first.told, errand.of.tried, bool(errand.of.params)) == (
+    assert (first.told, errand.of.tried, errand.of.held is not None) == (
         ["freed refused"],
         {"http://w2:1"},
         True,
     )
     second = errand.use(3)
     errand.of.refused("connection refused")
-    assert (second.told, errand.of.params, errand.of.leg) == (["freed refused"], b"", None)
+    assert (second.told, errand.of.held) == (["freed refused"], None)
     assert errand.judged == ["refused", "refused"]
     errand.prefilled(1, 4)  # both legs anew
     errand.decodes()
@@ -104,24 +104,25 @@ def test_a_refused_connection_moves_the_params_to_one_other_decode_worker() -> N
 def test_params_that_are_old_are_sent_to_nobody(when: str) -> None:
     errand = Pairing()
     use = errand.prefilled(1, 2)
+    held = errand.of.held
+    assert held is not None
+    told = [held.are_old]
+    held.answered_at -= 20.5
+    assert [*told, held.are_old] == [False, True]
     if when == "refused":
-        errand.of._params_at -= 20.5
         errand.of.refused("connection refused")
         assert errand.judged == ["refused"]
     else:
-        told = [errand.of.are_params_old]
-        errand.of._params_at -= 20.5
-        assert [*told, errand.of.are_params_old] == [False, True]
         errand.of.run_anew()
         assert (use.told, errand.judged, errand.of.tried) == (["freed None"], [], set())
-    assert (errand.of.params, errand.of.state) == (b"", State.LOOKING)
+    assert (errand.of.held, errand.of.state) == (None, State.LOOKING)
 
 
 def test_a_kept_connection_that_ends_may_have_used_the_params() -> None:
     errand = Pairing()
     use = errand.prefilled(1, 2)
     errand.decodes(requests=1).connection_lost(None)
-    assert (errand.of.params, use.told, errand.of.tried) == (b"", ["freed None"], set())
+    assert (errand.of.held, use.told, errand.of.tried) == (None, ["freed None"], set())
 
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -137,7 +138,7 @@ def test_a_500_with_params_is_nobody_s_fault_until_both_legs_were_run_anew(answe
     errand = Pairing()
     first = errand.prefilled(1, 2)
     errand.decodes().data_received(answer)
-    assert (first.told, errand.judged, errand.of.params) == (["freed None"], [], b"")
+    assert (first.told, errand.judged, errand.of.held) == (["freed None"], [], None)
     assert errand.of.tried == set()
     assert errand.of.doubted == {"http://w1:1", "http://w2:1"}
     second = errand.prefilled(3, 2)
@@ -158,7 +159,7 @@ def test_a_stream_that_breaks_off_before_its_first_token_is_as_a_500(event: byte
     if event == EVENT:
         assert (use.told, errand.of.is_over) == (["begun", "freed failed"], True)
     else:
-        assert (use.told, errand.judged, errand.of.params) == (["freed None"], [], b"")
+        assert (use.told, errand.judged, errand.of.held) == (["freed None"], [], None)
         assert errand.transport.writes == []
 
 
@@ -223,7 +224,7 @@ def test_params_that_end_an_engine_are_sent_to_none(params: object) -> None:
     errand = Pairing()
     use = errand.prefilled(1, 2, {"kv_transfer_params": params})
     assert (errand.legs[0].told, use.told, errand.judged) == (["freed None"], ["freed None"], [])
-    assert (errand.of.params, errand.of.state) == (b"", State.LOOKING)
+    assert (errand.of.held, errand.of.state) == (None, State.LOOKING)
     assert errand.of.routed is not None
     assert errand.of.routed.bars_pair == "no_params"
 

@@ -347,8 +347,8 @@ class OnePair(OneRequest):
     def choose(self, refuses: bool, pairs: bool = True, ages: bool = False) -> None:
         self.placing = None
         errand = self.errand
-        if ages:
-            errand._params_at -= 21.0
+        if ages and errand.held is not None:
+            errand.held.answered_at -= 21.0
         if errand.use is None:
             free = [each for each in self.endpoints if each.text not in errand.tried]
             if not free or free[0] in self.endpoints[3:] or errand.attempts >= 5:
@@ -357,11 +357,11 @@ class OnePair(OneRequest):
             use = BookedUse(free[0])
             self.uses.append(use)
             assert errand.routed is not None
-            if pairs and not errand.params and not errand.routed.bars_pair:
+            if pairs and errand.held is None and not errand.routed.bars_pair:
                 use.leg = BookedUse(free[-1])
                 self.legs.append((use.leg, use))
             errand.take_over(use)
-        if errand.are_params_old:
+        if errand.held is not None and errand.held.are_old:
             errand.run_anew()
         elif refuses:
             errand.refused("connection refused")
