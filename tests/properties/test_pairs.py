@@ -190,6 +190,7 @@ class Naive:
     local_most=st.sampled_from([0, 30, 2048]),
     fallback=st.sampled_from(["refuse", "local"]),
     few=st.sampled_from([0, choice._FEW_RANKS]),
+    many=st.sampled_from([0, choice._MANY_GROUPS]),
 )
 def test_pairs_are_chosen_as_by_looking_at_each_rank(
     fleet: Fleet,
@@ -200,6 +201,7 @@ def test_pairs_are_chosen_as_by_looking_at_each_rank(
     local_most: int,
     fallback: Any,
     few: int,
+    many: int,
 ) -> None:
     router = msgspec.structs.replace(router, pd_local_max_tokens=local_most, pd_fallback=fallback)
     selector = fleet.selector(router)
@@ -211,6 +213,7 @@ def test_pairs_are_chosen_as_by_looking_at_each_rank(
     selector._rng = random.Random(isl_tokens)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(choice, "_FEW_RANKS", few)
+        patched.setattr(choice, "_MANY_GROUPS", many)
         found: Placement | SelectorError
         try:
             placed = selector.select(partition, request, 0.0)

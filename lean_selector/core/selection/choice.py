@@ -22,6 +22,7 @@ test compares every choice with that of a chooser that visits all ranks."""
 
 import math
 import random
+from collections.abc import Iterable
 
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
@@ -196,24 +197,31 @@ def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankS
     return slots.active_prefix_sets(prompt.sequence_hashes())
 
 
-def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tuple[float, int]]:
-    """Group the ranks by the total weight of their worker's preferred taints: (weight, ranks)."""
+def taint_weights(
+    partition: Partition, preferred: dict[str, float], liked: Iterable[tuple[float, int]] = ()
+) -> Groups:
+    """Group the ranks by the total weight of their worker's preferred taints, and of the sets
+    `liked` that they are in: (weight, ranks)."""
     groups = [(0.0, _EVERYONE)]
     for name, weight in preferred.items():
-        having = partition.tainted.get(name)
-        if having is not None:
-            if len(groups) > _MANY_GROUPS:
-                return _weights_by_worker(partition, preferred)
-            with_it = [(sum_ + weight, both) for sum_, ranks in groups if (both := ranks & having)]
-            groups = [(sum_, rest) for sum_, ranks in groups if (rest := ranks & ~having)]
-            groups += with_it
+        if len(groups) > _MANY_GROUPS:
+            groups = _weights_by_worker(partition, preferred)
+            break
+        groups = _with_weight(groups, weight, partition.tainted.get(name, 0))
+    for weight, having in liked:
+        groups = _with_weight(groups, weight, having)
     return groups
+
+
+def _with_weight(groups: Groups, weight: float, having: int) -> Groups:
+    with_it = [(total + weight, both) for total, ranks in groups if (both := ranks & having)]
+    return [(total, rest) for total, ranks in groups if (rest := ranks & ~having)] + with_it
 
 
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """Group the ranks as `taint_weights` does, but worker by worker: faster if taints vary much."""
+    """Group the ranks by their taints worker by worker: faster if taints vary much."""
     positions = {name: position for position, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -237,8 +245,8 @@ def cells(
     if terms.counts_decode:
         new_blocks, shares = prompt.sequence_count, active_prefix_sets(partition, request)
     groups = _NO_PREFERENCE
-    if preferred := preferences(request):
-        weighed = taint_weights(partition, preferred)
+    if (preferred := preferences(request)) or request.liked:
+        weighed = taint_weights(partition, preferred, request.liked)
         groups = [(taint_factor(weight), having) for weight, having in weighed]
     if terms.knows_speeds and (speeds := partition.speeds.sets) is not ONE_SPEED:
         groups = speeds if groups is _NO_PREFERENCE else _both(groups, speeds, ranks)

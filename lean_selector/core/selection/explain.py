@@ -83,7 +83,7 @@ def explained(
             shown |= 1 << bit
     held = by_bit(matches, shown)
     shares = by_bit(active_prefix_sets(partition, request), shown)
-    weights = by_bit(taint_weights(partition, preferences(request)), shown)
+    weights = by_bit(taint_weights(partition, preferences(request), request.liked), shown)
     favoured, bonus = request.favoured, request.bonus_blocks
     unfavoured: float | UnsetType = 0.0 if favoured else UNSET
     owed = partition.fullness.owed_tokens(ranks, request.role)

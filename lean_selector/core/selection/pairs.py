@@ -160,12 +160,13 @@ class Pairing:
         decode.after_prefill, decode.terms = True, decode_terms(request.terms)
         choice = self._choose(decode, decoding)
         load, placement, _ = choice
-        partners = prefilling & partition.partners(load) & ~partition.workers[load.worker_id].mask
+        partners = prefilling & ~partition.workers[load.worker_id].mask
+        if partition.domains is not None:
+            domain = partition.domains.of(load)
+            partners &= domain.partners
+            prefill.liked = domain.liked
         if not partners:  # a session or a target led away from those that have some
             return self._alone(alone, load.mask, NO_PARTNER)
-        if partition.domains is not None:
-            preferred = partition.domains.preferred(load)
-            prefill.preferred_taints = {**request.preferred_taints, **preferred}
         other = self._choose(prefill, partners)
         found = other[1]
         if request.books:
@@ -280,9 +281,9 @@ def _pairable(partition: Partition, decoding: int, prefilling: int) -> int:
     if partition.domains is None:
         return _with_another(partition, decoding, prefilling)
     found = 0
-    for ranks, partners in partition.domains.partners():
-        if ranks & decoding:
-            found |= _with_another(partition, ranks & decoding, partners & prefilling)
+    for each in partition.domains.classes():
+        if ranks := each.ranks & decoding:
+            found |= _with_another(partition, ranks, each.partners & prefilling)
     return found
 
 

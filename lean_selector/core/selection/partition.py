@@ -268,17 +268,13 @@ class Partition:
             return Unavailable(f"{NO_ENDPOINTS}: no worker has the role both or decode")
         return Unavailable(NO_ENDPOINTS)
 
-    def partners(self, load: RankLoad) -> int:
-        """Return the ranks between which and this rank KV blocks can be transferred."""
-        return -1 if self.domains is None else self.domains.partners_of(load)
-
     def _domains_changed(self, worker: SchedulableWorker) -> None:
         if self.domains is not None:
             self.domains.changed()
         elif worker.transfer is not None:
             from lean_selector.core.selection.transfer_domains import TransferDomains
 
-            self.domains = TransferDomains(self.workers, self.tainted)
+            self.domains = TransferDomains(self.workers)
 
     def _set_role(self, ranks: int, role: str) -> None:
         self.prefill_only = self.prefill_only & ~ranks | (ranks if role == PREFILL else 0)

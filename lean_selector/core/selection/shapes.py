@@ -157,6 +157,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
     allowed_worker_ids: frozenset[int] | None = None
     required_taints: frozenset[str] = frozenset()
     preferred_taints: dict[str, float] = {}  # single precision
+    liked: tuple[tuple[float, int], ...] = ()  # further preferences: (weight, ranks), disjoint
     priority_jump: float = 0.0
     strict_priority: int = 0
     deadline: float | None = None  # monotonic; after it, the first token is too late

@@ -6,6 +6,7 @@ forms pairs only with workers that have its value of this key (`required`), or s
 form a class. Imported only if a worker names a domain."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
@@ -15,61 +16,49 @@ from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 _Class = tuple[tuple[str, bool, float] | None, tuple[str | None, ...]]
 
 
+class TransferClass(NamedTuple):
+    ranks: int
+    partners: int  # with which they may form pairs
+    liked: tuple[tuple[float, int], ...]  # of these: (weight, ranks)
+
+
 class TransferDomains:
     """The classes of a partition's workers. Computed anew when needed after a change."""
 
-    def __init__(self, workers: Mapping[int, SchedulableWorker], tainted: dict[str, int]) -> None:
-        """`tainted` has the ranks of each taint; names that no taint has are added to it."""
+    def __init__(self, workers: Mapping[int, SchedulableWorker]) -> None:
         self._workers = workers
-        self._tainted = tainted
-        self._names: list[str] = []  # added to `tainted`
-        self._is_stale = True
-        self._partners: list[tuple[int, int]] = []
-        self._preferred: list[tuple[int, dict[str, float]]] = []
+        self._classes: list[TransferClass] = []  # empty until computed
 
     def changed(self) -> None:
-        self._is_stale = True
+        self._classes = []
 
-    def partners(self) -> list[tuple[int, int]]:
-        """Return pairs: the ranks of a class, and all ranks with which they may form pairs."""
-        if self._is_stale:
-            self._classify()
-        return self._partners
+    def classes(self) -> list[TransferClass]:
+        if not self._classes:
+            self._classes = self._classify()
+        return self._classes
 
-    def partners_of(self, load: RankLoad) -> int:
-        return next((others for ranks, others in self.partners() if ranks & load.mask), 0)
+    def of(self, load: RankLoad) -> TransferClass:
+        """Return the class of a rank of a worker."""
+        return next(each for each in self.classes() if each.ranks & load.mask)
 
-    def preferred(self, load: RankLoad) -> dict[str, float]:
-        """Return names in `tainted` of the ranks that had better be the other one, with weights."""
-        self.partners()
-        return next((names for ranks, names in self._preferred if ranks & load.mask), {})
-
-    def _classify(self) -> None:
-        self._is_stale = False
-        for name in self._names:
-            del self._tainted[name]
+    def _classify(self) -> list[TransferClass]:
         workers = self._workers.values()
         named = sorted({each.transfer[0] for each in workers if each.transfer is not None})
-        classes: dict[_Class, int] = {}
+        alike: dict[_Class, int] = {}
         for each in workers:
             own = each.transfer, tuple([each.domains.get(domain) for domain in named])
-            classes[own] = classes.get(own, 0) | each.mask
-        self._partners, self._preferred, self._names = [], [], []
-        for own, ranks in classes.items():
-            others, liked = 0, dict[float, int]()
-            for other, its_ranks in classes.items():
+            alike[own] = alike.get(own, 0) | each.mask
+        classes = []
+        for own, ranks in alike.items():
+            partners, liked = 0, list[tuple[float, int]]()
+            for other, its_ranks in alike.items():
                 fits, weight = _judged(own, other, named)
                 if fits:
-                    others |= its_ranks
+                    partners |= its_ranks
                 if weight:
-                    liked[weight] = liked.get(weight, 0) | its_ranks
-            names = dict[str, float]()
-            for weight, its_ranks in liked.items():
-                name = f"\0{len(self._names)}"
-                names[name], self._tainted[name] = weight, its_ranks
-                self._names.append(name)
-            self._partners.append((ranks, others))
-            self._preferred.append((ranks, names))
+                    liked.append((weight, its_ranks))
+            classes.append(TransferClass(ranks, partners, tuple(liked)))
+        return classes
 
 
 def _judged(one: _Class, other: _Class, named: list[str]) -> tuple[bool, float]:
