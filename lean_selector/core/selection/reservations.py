@@ -65,9 +65,21 @@ class Reservations:
 
     # -- booking -----------------------------------------------------------------------------------
 
-    def book(self, partition: Partition, spec: ReservationSpec, prompt: Prompt, now: float) -> None:
-        """Book a rank for a prompt. Raises NotFound or Conflict, with nothing booked."""
+    def book(
+        self,
+        partition: Partition,
+        spec: ReservationSpec,
+        prompt: Prompt,
+        now: float,
+        leg: PrefillChoice | None = None,
+    ) -> None:
+        """Book a rank for a prompt, and with `leg` the rank that does its prefill. Raises NotFound
+        or Conflict, with nothing booked."""
         reservation_id = spec.request_id
+        if leg is not None:
+            self.check_free(partition, leg_of(reservation_id))
+            if (leg.worker_id, leg.dp_rank) not in partition.slots.ranks:
+                raise NotFound(f"Worker {rank_text(leg.worker_id, leg.dp_rank)} not found")
         sequence = prompt.sequence_hashes()
         if reservation_id in self._booked:
             elsewhere = self.local_holder(reservation_id)
@@ -78,6 +90,12 @@ class Reservations:
             key = spec.worker_id, spec.dp_rank
             partition.assume_cached(key, prompt, now)
         self._booked[reservation_id] = partition
+        if leg is not None:
+            left, rank = leg.effective_prefill_tokens, (leg.worker_id, leg.dp_rank)
+            its_id = leg_of(reservation_id)
+            its_spec = ReservationSpec(its_id, *rank, prompt.lora_name, True, left or None)
+            self.book(partition, its_spec, prompt, now)
+            self.join_leg(partition, reservation_id, left)
 
     def book_choice(
         self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
@@ -86,11 +104,6 @@ class Reservations:
         BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
         prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
-        leg = chosen.prefill
-        if leg is not None:
-            self.check_free(partition, leg_of(reservation_id))
-            if (leg.worker_id, leg.dp_rank) not in partition.slots.ranks:
-                raise NotFound(f"Worker {rank_text(leg.worker_id, leg.dp_rank)} not found")
         if session_id is not None:
             self.check_free(partition, reservation_id)
             check_session(partition, session_id, worker_id, dp_rank, now)
@@ -104,31 +117,10 @@ class Reservations:
             None,
             chosen.expected_output_tokens,
         )
-        self.book(partition, spec, prompt, now)
+        self.book(partition, spec, prompt, now, chosen.prefill)
         if session_id is not None and partition.sessions is not None:
             partition.sessions.book(session_id, reservation_id, worker_id, dp_rank, now)
-        if leg is not None:
-            self._book_leg(partition, reservation_id, leg, prompt, now)
         return spec
-
-    def _book_leg(
-        self,
-        partition: Partition,
-        reservation_id: str,
-        leg: PrefillChoice,
-        prompt: Prompt,
-        now: float,
-    ) -> None:
-        """Book the leg of a reservation that was just booked. Its id must be free."""
-        tokens, leg_id = leg.effective_prefill_tokens, leg_of(reservation_id)
-        rank = leg.worker_id, leg.dp_rank
-        self.book(
-            partition,
-            ReservationSpec(leg_id, *rank, prompt.lora_name, True, tokens or None),
-            prompt,
-            now,
-        )
-        self.join_leg(partition, reservation_id, tokens)
 
     def join_leg(self, partition: Partition, reservation_id: str, tokens: int) -> None:
         """Note with a reservation what its leg is expected to do, since the leg may end first."""
@@ -165,7 +157,7 @@ class Reservations:
         tokens of prefill; none if it is None or `books_prefill` is False. `leg`: the rank that
         does the prefill instead. Raises BadRequest, NotFound or Conflict, with nothing booked."""
         if leg is not None:
-            self._check_leg(partition, reservation_id, worker_id, leg, prompt, prefill_tokens)
+            _check_leg(partition, worker_id, leg, prompt, prefill_tokens)
             books_prefill = False
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
@@ -189,41 +181,8 @@ class Reservations:
             None,
             expected_output_tokens,
         )
-        self.book(partition, spec, prompt, now)
-        if leg is not None:
-            self._book_leg(partition, reservation_id, leg, prompt, now)
+        self.book(partition, spec, prompt, now, leg)
         return _booked(partition, spec, worker)
-
-    def _check_leg(
-        self,
-        partition: Partition,
-        reservation_id: str,
-        worker_id: int,
-        leg: PrefillChoice,
-        prompt: Prompt,
-        prefill_tokens: int | None,
-    ) -> None:
-        """Raise SelectorError if a client may not book this leg with a reservation on a worker."""
-        if prefill_tokens:
-            raise BadRequest("effective_prefill_tokens must be in prefill, if that is given")
-        if leg.effective_prefill_tokens > prompt.isl_tokens:
-            raise BadRequest(
-                f"prefill.effective_prefill_tokens ({leg.effective_prefill_tokens}) "
-                f"must not exceed isl_tokens ({prompt.isl_tokens})"
-            )
-        if leg.worker_id == worker_id:
-            raise BadRequest(
-                f"prefill.worker_id: worker {worker_id} cannot form a pair with itself"
-            )
-        worker = partition.workers.get(leg.worker_id)
-        if worker is None or leg.dp_rank not in worker.ranks:
-            raise NotFound(f"Worker {rank_text(leg.worker_id, leg.dp_rank)} not found")
-        if worker.role == DECODE:
-            raise BadRequest(f"prefill.worker_id: worker {leg.worker_id} has the role decode")
-        try:
-            self.check_free(partition, leg_of(reservation_id))
-        except Conflict as error:
-            raise self.not_booked(error, reservation_id) from None
 
     def replay(
         self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
@@ -400,21 +359,32 @@ class Reservations:
         prompt, unless the prefill was reported as complete. Its leg ends first, so that peers hear
         of both ends in an order in which neither is news that comes too early."""
         holders = self._holders_or_end(reservation_id, now, was_served=was_served)
-        is_leg = reservation_id.endswith(LEG)
+        is_complete = was_served and reservation_id.endswith(LEG)
         for partition in holders:
             self.end_leg(partition, reservation_id, now, was_served=was_served)
-            if not was_served:
-                live = partition.slots.reservations[reservation_id]
-                if not live.prefill_done and not live.is_replica:
-                    partition.not_computed(live)
-            reservation = partition.ledger.free(reservation_id, now)
-            if reservation is not None and not reservation.prefill_done:
-                if is_leg and was_served:
-                    partition.speeds.completed(reservation, None, now, is_first_token=False)
-                else:
-                    partition.speeds.ended(reservation, now)
-            self.forget(reservation_id)
+            live = partition.slots.reservations[reservation_id]
+            self._end(partition, live, now, is_complete=is_complete, was_served=was_served)
             partition.queue.admit(now)
+
+    def _end(
+        self,
+        partition: Partition,
+        reservation: Reservation,
+        now: float,
+        *,
+        is_complete: bool,
+        was_served: bool,
+    ) -> None:
+        """End one reservation. `is_complete`: so its prefill is over, if it was not before."""
+        if not reservation.prefill_done:
+            if not was_served and not reservation.is_replica:
+                partition.not_computed(reservation)
+            if is_complete:
+                partition.speeds.completed(reservation, None, now, is_first_token=False)
+            else:
+                partition.speeds.ended(reservation, now)
+        partition.ledger.free(reservation.request_id, now)
+        self.forget(reservation.request_id)
 
     def _leg(self, partition: Partition, reservation_id: str) -> Reservation | None:
         """Return the live leg of a reservation. A worker that only decodes has none: what has the
@@ -439,15 +409,7 @@ class Reservations:
         leg = self._leg(partition, reservation_id)
         if leg is None:
             return False
-        if not leg.prefill_done:
-            if not was_served and not leg.is_replica:
-                partition.not_computed(leg)
-            if is_complete:
-                partition.speeds.completed(leg, None, now, is_first_token=False)
-            else:
-                partition.speeds.ended(leg, now)
-        partition.ledger.free(leg.request_id, now)
-        self.forget(leg.request_id)
+        self._end(partition, leg, now, is_complete=is_complete, was_served=was_served)
         return True
 
     def heard_end(
@@ -507,6 +469,28 @@ class Reservations:
     def arrived(self) -> int:
         """Count all requests booked so far, here and by peers, in partitions that still exist."""
         return sum(partition.slots.arrived for partition in self._catalog.partitions.values())
+
+
+def _check_leg(
+    partition: Partition,
+    worker_id: int,
+    leg: PrefillChoice,
+    prompt: Prompt,
+    prefill_tokens: int | None,
+) -> None:
+    """Raise BadRequest if a client may not book this leg with a reservation on a worker."""
+    if prefill_tokens:
+        raise BadRequest("effective_prefill_tokens must be in prefill, if that is given")
+    if leg.effective_prefill_tokens > prompt.isl_tokens:
+        raise BadRequest(
+            f"prefill.effective_prefill_tokens ({leg.effective_prefill_tokens}) "
+            f"must not exceed isl_tokens ({prompt.isl_tokens})"
+        )
+    if leg.worker_id == worker_id:
+        raise BadRequest(f"prefill.worker_id: worker {worker_id} cannot form a pair with itself")
+    worker = partition.workers.get(leg.worker_id)
+    if worker is not None and worker.role == DECODE:
+        raise BadRequest(f"prefill.worker_id: worker {leg.worker_id} has the role decode")
 
 
 def _booked(partition: Partition, spec: ReservationSpec, worker: SchedulableWorker) -> Booked:
