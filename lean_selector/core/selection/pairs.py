@@ -48,7 +48,7 @@ NO_PARTNER: Final = "no_partner"  # none for the worker of the session or target
 PREFILL_BUSY: Final = "prefill_busy"
 
 
-Choice = tuple[RankLoad, Placement, int]  # a rank, the answer, and the ranks that it is one of
+Choice = tuple[RankLoad, Placement, int]  # as `Selector.choose` returns it
 
 
 class Chooser(Protocol):
@@ -79,7 +79,7 @@ class Chooser(Protocol):
         choice: Choice,
         matches: MatchSets,
         now: float,
-    ) -> None: ...
+    ) -> Placement: ...
 
 
 class Pairing:
@@ -111,9 +111,8 @@ class Pairing:
         decoding = selector.free_ranks(partition, alone)
         if request.after_prefill:
             alone.terms = decode_terms(request.terms)
-            choice = self._choose(alone, decoding)
-            self._keep(alone, choice)
-            return replace(choice[1], effective_prefill_tokens=0)
+            placement = self._keep(alone, self._choose(alone, decoding))
+            return replace(placement, effective_prefill_tokens=0)
         if request.bars_pair:
             request.role = DECODE  # so it waits for other ranks than for those that prefill
             decoding = self._among(decoding, waits, among)
@@ -199,16 +198,16 @@ class Pairing:
     def _choose(self, request: SelectionRequest, ranks: int) -> Choice:
         return self._selector.choose(self._partition, request, ranks, self._matches, self._now)
 
-    def _keep(self, request: SelectionRequest, choice: Choice) -> None:
-        self._selector.keep(self._partition, request, choice, self._matches, self._now)
+    def _keep(self, request: SelectionRequest, choice: Choice) -> Placement:
+        return self._selector.keep(self._partition, request, choice, self._matches, self._now)
 
     def _alone(self, request: SelectionRequest, ranks: int, reason: str) -> Placement:
         return self._kept(request, self._choose(request, ranks), reason)
 
     def _kept(self, request: SelectionRequest, choice: Choice, reason: str) -> Placement:
-        self._keep(request, choice)
+        placement = self._keep(request, choice)
         self._count(reason)
-        return replace(choice[1], disaggregation=Disaggregated(False, reason))
+        return replace(placement, disaggregation=Disaggregated(False, reason))
 
     def _count(self, reason: str) -> None:
         pairs = self._selector.pairs

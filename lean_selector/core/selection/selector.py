@@ -249,41 +249,37 @@ class Selector:
                 return self._wait(partition, request, now)
         matches = match_sets(partition, request.prompt.local_hashes)
         choice = self.choose(partition, request, ranks, matches, now)
-        self.keep(partition, request, choice, matches, now)
+        placement = self.keep(partition, request, choice, matches, now)
         if partition.shares is not None and len(queue):
-            partition.shares.charge(request, choice[1])
-        return choice[1]
+            partition.shares.charge(request, placement)
+        return placement
 
     def _select_pair(
         self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool
     ) -> Placement | Waiting:
-        from lean_selector.core.selection.pairs import Pairing, prefill_of
+        from lean_selector.core.selection.pairs import Pairing
 
         matches = match_sets(partition, request.prompt.local_hashes)
         placement = Pairing(self, partition, request, matches, now).place(waits=waits)
         if placement is None:
-            leg = prefill_of(request) if request.asks_pair else None
-            return self._wait(partition, request, now, leg)
+            return self._wait(partition, request, now)
         if partition.shares is not None and len(partition.queue):
             partition.shares.charge(request, placement)
         return placement
 
-    def _wait(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        now: float,
-        leg: SelectionRequest | None = None,
-    ) -> Waiting:
-        """Queue a request. `leg`: what it waits for, if it asks for a pair."""
+    def _wait(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
         if self._queues.refusal is not None:
             raise self._queues.refusal
         request.prompt.sequence_hashes()  # compute now: a later error would be lost
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
-        queue = partition.queue
-        if leg is not None:
-            leg.matches = request.matches
-        work = least_left_to_prefill(partition, leg or request) if queue.asks_work else 0
+        queue, work = partition.queue, 0
+        if queue.asks_work:
+            waits = request
+            if request.asks_pair:  # for a rank that prefills
+                from lean_selector.core.selection.pairs import prefill_of
+
+                waits = prefill_of(request)
+            work = least_left_to_prefill(partition, waits)
         if request.deadline is None or (ttft_s := least_ttft_s(partition, request)) is None:
             return queue.add(request, now, work)
         (behind_s, alone_s), left_s = ttft_s, request.deadline - now
@@ -302,8 +298,7 @@ class Selector:
         ranks = self.free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         choice = self.choose(partition, request, ranks, matches, now)
-        self.keep(partition, request, choice, matches, now)
-        return choice[1]
+        return self.keep(partition, request, choice, matches, now)
 
     def _place_waiting(
         self, partition: Partition, waiting: Waiting, among: int, now: float
@@ -311,24 +306,20 @@ class Selector:
         """Choose a rank for a request that leaves the queue, among those of `among` that it may
         use. If it waited for long, its cached blocks are looked up again."""
         request, refresh_s = waiting.request, self.settings.overlap_refresh_after_s
-        asks_pair = request.disaggregate != NEVER
-        ranks = 0
-        if not asks_pair:
-            ranks = not_busy(partition, request, eligible(partition, request)) & among
         if refresh_s is not None and request.waited_s >= refresh_s:
             matches = match_sets(partition, request.prompt.local_hashes)
         else:
             matches = as_sets(partition, request.matches, waiting.key[3])
-        if asks_pair:
+        if request.disaggregate != NEVER:
             from lean_selector.core.selection.pairs import Pairing
 
             found = Pairing(self, partition, request, matches, now).place(among=among)
             assert found is not None, "it does not wait again"
             placement = found
         else:
+            ranks = not_busy(partition, request, eligible(partition, request)) & among
             choice = self.choose(partition, request, ranks, matches, now)
-            self.keep(partition, request, choice, matches, now)
-            placement = choice[1]
+            placement = self.keep(partition, request, choice, matches, now)
         if partition.shares is not None:
             partition.shares.charge(request, placement)
         return placement
@@ -377,9 +368,9 @@ class Selector:
         choice: tuple[RankLoad, Placement, int],
         matches: MatchSets,
         now: float,
-    ) -> None:
-        """Book a choice if `request.books`, and count it. Raises Conflict or BadRequest, with
-        nothing changed."""
+    ) -> Placement:
+        """Book a choice if `request.books`, and count it. Return its answer. Raises Conflict or
+        BadRequest, with nothing changed."""
         prompt, (load, placement, ranks) = request.prompt, choice
         decision: Decision | None = None
         watch = self.watch
@@ -413,6 +404,7 @@ class Selector:
         if not request.after_prefill:
             counts.prompt_tokens += isl_tokens
             counts.overlap_tokens += isl_tokens - placement.effective_prefill_tokens
+        return placement
 
     def admit_waiting(self, now: float) -> None:
         """End ejections whose time is over, admit queued requests, and fail requests that no worker
