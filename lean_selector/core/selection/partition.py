@@ -91,10 +91,8 @@ class Partition:
         self.slots = Slots(self.order.changed, index.bits)
         self.sessions = sessions
         self.shares = shares
-        if shares is not None:
-            self.slots.on_ended = shares.ended if sessions is None else self._settle_share
-        elif sessions is not None:
-            self.slots.on_ended = self._release_session
+        if shares is not None or sessions is not None:
+            self.slots.on_ended = self._ended
         shared = Ledgers() if ledgers is None else ledgers
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
         self.workers: dict[int, SchedulableWorker] = {}
@@ -132,19 +130,16 @@ class Partition:
 
         slots.on_load_change = tell_both
 
-    def _settle_share(self, reservation: Reservation) -> None:
-        assert self.shares is not None, "there are shares"
-        self.shares.ended(reservation)
+    def _ended(self, reservation: Reservation) -> None:
+        """Tell the shares and the session table that a reservation has ended. If its rank was
+        removed, other replicas are not told of its session, because they release it when they
+        remove the rank."""
+        slots = self.slots
+        if self.shares is not None:
+            self.shares.ended(reservation)
         if self.sessions is not None:
-            self._release_session(reservation)
-
-    def _release_session(self, reservation: Reservation) -> None:
-        """Tell the session table that a reservation has ended. If its rank was removed, other
-        replicas are not told, because they release the session when they remove the rank."""
-        slots, sessions = self.slots, self.sessions
-        assert sessions is not None, "there are sessions"
-        is_rank_there = reservation.rank_load.key in slots.ranks
-        sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
+            is_rank_there = reservation.rank_load.key in slots.ranks
+            self.sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
 
     def set_threshold(self, threshold: BusyThreshold) -> None:
         """Set the busy threshold, and check every rank against it."""
