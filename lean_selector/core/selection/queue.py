@@ -463,9 +463,8 @@ class Queue:
     def _admit_one(self, room: Headroom, waiting: Waiting, passes: bool) -> None:
         """Place a queued request. If `passes`, the request overtakes earlier requests, which stay
         queued. A request that overtakes may use only ranks below the queue's threshold."""
-        self.leave(waiting)
-        if not waiting.has_client():
-            return  # otherwise its reservation would stand until it expires
+        if not self.leave(waiting) or not waiting.has_client():
+            return  # without a client, its reservation would stand until it expires
         now = room.now
         waited_s = waiting.request.waited_s = now - waiting.arrived_at
         answer: Placement | Exception

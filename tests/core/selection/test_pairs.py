@@ -1,5 +1,6 @@
 """Pairs: what each stage costs, when one worker does both, and what is learned of whom."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,6 +204,26 @@ def test_a_pair_waits_while_every_prefill_worker_is_above_the_threshold() -> Non
     assert isinstance(driven.book("e", hashes=PROMPT, disaggregate="always"), Waiting)
     driven.remove(1)  # nobody can prefill it any more
     assert "no_prefill_worker" in str(driven.answers["e"])
+
+
+def test_each_that_nobody_can_prefill_any_more_is_answered_once() -> None:
+    """Also if the first of them ends at its answer, by which others are looked at."""
+    driven = DrivenSelector(queue_threshold=1.0, pd_fallback="local")
+    driven.register(1, worker_role="prefill", max_num_batched_tokens=8)
+    driven.register(2, worker_role="decode")
+    driven.reserve("a", (1, 0), hashes=[91], prefill=16)
+    answers: list[tuple[str, object]] = []
+
+    def ends(name: str, answer: object) -> None:
+        answers.append((name, reason(answer) if isinstance(answer, Placement) else answer))
+        driven.selector.reservations.free(name, driven.now)
+
+    for name in ("b", "c"):
+        waiting = driven.book(name, hashes=PROMPT, isl_tokens=40, disaggregate="always")
+        assert isinstance(waiting, Waiting)
+        waiting.on_answer = partial(ends, name)
+    driven.remove(1)
+    assert answers == [("b", "no_prefill_worker"), ("c", "no_prefill_worker")]
 
 
 def test_a_client_that_gives_up_leaves_no_leg() -> None:
