@@ -16,9 +16,10 @@ from tests.support.replica_member import (
     PAIR_BOOKED,
     PAIR_DECODES,
     PAIR_IDLE,
-    Loads,
     Member,
+    hear_each_other,
     mesh,
+    shown_everywhere,
 )
 from tests.support.running_service import RunningService, free_port, wait_until
 
@@ -27,16 +28,8 @@ from tests.support.running_service import RunningService, free_port, wait_until
 def ours(*kinds: str) -> Iterator[list[Member]]:
     """Members of ours that all hear each other."""
     with mesh(*((kind, None) for kind in kinds)) as members:
-        for member in members:
-            for other in members:
-                if other is not member:
-                    member.hears(other)
+        hear_each_other(members)
         yield members
-
-
-def shown_everywhere(members: list[Member], loads: Loads) -> None:
-    for member in members:
-        member.shows(loads)
 
 
 # -- catch-up --------------------------------------------------------------------------------------

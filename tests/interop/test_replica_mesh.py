@@ -20,7 +20,9 @@ from tests.support.replica_member import (
     PAIR_IDLE,
     Loads,
     Member,
+    hear_each_other,
     mesh,
+    shown_everywhere,
 )
 
 pytestmark = pytest.mark.reference
@@ -46,8 +48,7 @@ def members(reference_131: Path, reference_161: Path) -> Iterator[dict[str, Memb
             for hearer in hearers(speaker):
                 if hearer != speaker:
                     named[hearer].hears(named[speaker])
-        for member in running:
-            member.shows(IDLE)
+        shown_everywhere(running, IDLE)
         yield named
 
 
@@ -98,8 +99,7 @@ def test_many_lifecycles_through_random_members_leave_no_load(members: dict[str,
             else:
                 member.complete(request_id)
                 live[at] = member, request_id, True
-    for member in members.values():
-        member.shows(IDLE)
+    shown_everywhere(members.values(), IDLE)
     for name in OURS:
         dropped = members[name].detail()["dropped"]
         assert dropped["undecodable"] == 0
@@ -114,18 +114,10 @@ def pair_members(reference_131: Path) -> Iterator[list[Member]]:
     """Two selectors of ours, and a selector and a tracker of 1.3.1."""
     theirs = [("selector", reference_131), ("tracker", reference_131)]
     with mesh(("selector", None), ("selector", None), *theirs) as members:
-        for hearer in members:
-            for speaker in members:
-                if speaker is not hearer:
-                    hearer.hears(speaker)
+        hear_each_other(members)
         for member in members:
             member.register_pair()
         yield members
-
-
-def shown(members: list[Member], loads: Loads) -> None:
-    for member in members:
-        member.shows(loads)
 
 
 @contextmanager
@@ -143,18 +135,18 @@ def test_both_legs_count_at_1_3_1_and_end_there_as_ours_end_them(
     booker, other, *_ = pair_members
     for completer in (booker, other):
         for freer in (booker, other):
-            shown(pair_members, PAIR_IDLE)
+            shown_everywhere(pair_members, PAIR_IDLE)
             booker.book_pair("both calls")
-            shown(pair_members, PAIR_BOOKED)
+            shown_everywhere(pair_members, PAIR_BOOKED)
             completer.complete("both calls")
-            shown(pair_members, PAIR_DECODES)
+            shown_everywhere(pair_members, PAIR_DECODES)
             freer.free("both calls")
     for freer in (booker, other):
-        shown(pair_members, PAIR_IDLE)
+        shown_everywhere(pair_members, PAIR_IDLE)
         booker.book_pair("freed at once")
-        shown(pair_members, PAIR_BOOKED)
+        shown_everywhere(pair_members, PAIR_BOOKED)
         freer.free("freed at once")
-    shown(pair_members, PAIR_IDLE)
+    shown_everywhere(pair_members, PAIR_IDLE)
 
 
 @pytest.mark.parametrize("kind", ["selector", "tracker"])
@@ -166,9 +158,9 @@ def test_a_call_at_1_3_1_ends_the_leg_at_ours_and_there_once_the_booker_says_so(
     booker, other, *theirs = pair_members
     name = "a pair"  # in each of these tests: nothing is left of the one before
     (asked,) = (member for member in theirs if member.kind == kind)
-    shown(pair_members, PAIR_IDLE)
+    shown_everywhere(pair_members, PAIR_IDLE)
     booker.book_pair(name)
-    shown(pair_members, PAIR_BOOKED)
+    shown_everywhere(pair_members, PAIR_BOOKED)
     left = PAIR_DECODES if call == "complete" else PAIR_IDLE
     with stopped(booker):
         if call == "complete":
@@ -178,19 +170,19 @@ def test_a_call_at_1_3_1_ends_the_leg_at_ours_and_there_once_the_booker_says_so(
         other.shows(left)
         other.add("after it", 0)  # so all that it had to say before has arrived
         other.shows([BOOKED, *left[1:]])
-        shown(theirs, [BOOKED, left[1], PAIR_BOOKED[2]])
+        shown_everywhere(theirs, [BOOKED, left[1], PAIR_BOOKED[2]])
         other.free("after it")
-    shown(pair_members, left)
+    shown_everywhere(pair_members, left)
     if call == "complete":
         asked.free(name)
-        shown(pair_members, PAIR_IDLE)
+        shown_everywhere(pair_members, PAIR_IDLE)
 
 
 def test_a_call_at_1_3_1_that_names_the_leg_ends_it_alone(pair_members: list[Member]) -> None:
     booker, _, selector, _ = pair_members
     booker.book_pair("leg alone")
-    shown(pair_members, PAIR_BOOKED)
+    shown_everywhere(pair_members, PAIR_BOOKED)
     selector.free("leg alone#prefill")
-    shown(pair_members, PAIR_DECODES)
+    shown_everywhere(pair_members, PAIR_DECODES)
     booker.free("leg alone")
-    shown(pair_members, PAIR_IDLE)
+    shown_everywhere(pair_members, PAIR_IDLE)

@@ -1,11 +1,20 @@
 """Three selectors, one of them a 1.6.1, that share sessions and loads."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.replica_member import BOOKED, IDLE, SCOPE, Member, mesh
+from tests.support.replica_member import (
+    BOOKED,
+    IDLE,
+    SCOPE,
+    Member,
+    hear_each_other,
+    mesh,
+    shown_everywhere,
+)
 from tests.support.running_service import wait_until
 
 pytestmark = pytest.mark.reference
@@ -18,16 +27,10 @@ HEAVY = list(range(1000, 1400))  # blocks
 def members(reference_161: Path) -> Iterator[dict[str, Member]]:
     kinds = (("selector", None), ("selector", None), ("selector", reference_161))
     with mesh(*kinds, everywhere=("--session-affinity-ttl-secs", "600")) as running:
-        for speaker in running:
-            for hearer in running:
-                if hearer is not speaker:
-                    hearer.hears(speaker)
-        for speaker in running:
-            for hearer in running:
-                if hearer is not speaker:
-                    hears_sessions(hearer, speaker)
-        for member in running:
-            member.shows(IDLE)
+        hear_each_other(running)
+        for speaker, hearer in itertools.permutations(running, 2):
+            hears_sessions(hearer, speaker)
+        shown_everywhere(running, IDLE)
         yield dict(zip(NAMES, running, strict=True))
 
 

@@ -9,7 +9,7 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -191,3 +191,14 @@ def mesh(
             running.append(stack.enter_context(member))
             running[-1].register()
         yield running
+
+
+def hear_each_other(members: Sequence[Member]) -> None:
+    """Waits until they do."""
+    for speaker, hearer in itertools.permutations(members, 2):
+        hearer.hears(speaker)
+
+
+def shown_everywhere(members: Iterable[Member], loads: Loads) -> None:
+    for member in members:
+        member.shows(loads)
