@@ -194,7 +194,6 @@ def started_with(tokenizer: str) -> object:
 
 
 def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers", reason="needs the extra `tokenizers`")
     with pytest.raises(StartError, match=r"--prompts-tokenizer: .*tokenizer\.json"):
         started_with(str(tmp_path))
 

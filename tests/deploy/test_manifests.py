@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from jsonschema import Draft202012Validator
 
@@ -30,10 +31,6 @@ from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.own_network import own_network
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
-
-kubernetes_validate = pytest.importorskip(
-    "kubernetes_validate", reason="pip install kubernetes-validate"
-)
 
 
 def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:

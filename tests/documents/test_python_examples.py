@@ -155,8 +155,6 @@ def test_a_token_of_a_client(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_raw_requests_behind_fastapi() -> None:
-    pytest.importorskip("fastapi", reason="pip install fastapi")
-
     async def main(fleet: Fleet) -> None:
         left = await fragment(FASTAPI, {}, _8092=fleet.endpoint)
         transport = httpx.ASGITransport(left["app"])
