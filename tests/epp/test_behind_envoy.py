@@ -28,7 +28,6 @@ from tests.support.running_service import RunningService, wait_until
 
 STREAMS = 1_000
 PREFILL_COMPLETE = "/reservations/{reservation_id}/prefill_complete"
-BODIES_MODES = [name for name, mode in MODES.items() if "BUFFERED" in name or "FULL" in name]
 
 
 @pytest.fixture(scope="module", params=MODES)

@@ -28,7 +28,6 @@ DECODE: Final = "decode"
 Disaggregate = Literal["never", "auto", "always"]
 NEVER: Final = "never"
 AUTO: Final = "auto"
-ALWAYS: Final = "always"
 
 
 class Disaggregation(msgspec.Struct, frozen=True):
