@@ -13,15 +13,6 @@ from itertools import count
 from time import monotonic
 from typing import Any
 
-ASKED = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
-
 
 class Refused(Exception):
     """The answer to a request: a status and a message."""
@@ -47,10 +38,10 @@ class _Held:
 class Transfers:
     """One worker's side of all transfers since it started."""
 
-    def __init__(self, port: int, lease_s: float, engine_id: str | None) -> None:
-        """`port`: where it answers /fake/pull. `engine_id`: of every start; None: a new one."""
+    def __init__(self, port: int, lease_s: float) -> None:
+        """`port`: where it answers /fake/pull."""
         self._port, self._lease_s = port, lease_s
-        self._engine_id = engine_id or os.urandom(8).hex()
+        self._engine_id = os.urandom(8).hex()
         self._held: dict[str, _Held] = {}
         self._number = count()
         self.poisoned = 0  # transfers that gave wrong blocks
@@ -58,7 +49,6 @@ class Transfers:
     def seen(self) -> dict[str, Any]:
         held = self._held.values()
         return {
-            "engine_id": self._engine_id,
             "legs": len(held),
             "leases": sum(not each.is_free for each in held),
             "pulls": [each.pulls for each in held],
@@ -91,10 +81,6 @@ class Transfers:
             "transfer_mode": "pull",
             "remote_prefill_cached_tokens": cached,
         }
-
-    def drop(self, params: dict[str, Any]) -> None:
-        """The prefill leg was aborted before its answer."""
-        self._held.pop(params["remote_request_id"], None)
 
     def pull(self, params: dict[str, Any]) -> str:
         """What becomes of the params of a decode worker: `right`, `wrong` or `failed`."""

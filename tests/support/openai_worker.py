@@ -1,10 +1,10 @@
 """An OpenAI-compatible worker that publishes real KV events, in a process of its own.
 
 Speaks as vLLM does: /v1/models, /v1/completions and /v1/chat/completions, streamed and not,
-/v1/messages and /v1/responses with their /render (unless it `renders` nothing), /v1/embeddings,
-/tokenize, /metrics and /kv_event_sources to be found by, `return_token_ids`, and a usage that says
-how many tokens of the prompt were cached. The cache is that of the demo's engines. A token is a
-byte of the rendered prompt, so whoever has the text can tell the tokens.
+/v1/messages and /v1/responses with their /render, /v1/embeddings, /tokenize, /metrics and
+/kv_event_sources to be found by, `return_token_ids`, and a usage that says how many tokens of the
+prompt were cached. The cache is that of the demo's engines. A token is a byte of the rendered
+prompt, so whoever has the text can tell the tokens.
 
     with OpenAiWorker() as worker: ... worker.url ... worker.kill() ... worker.start()
 
@@ -13,11 +13,10 @@ In a request, the field `fake` asks for odd manners:
     breaks         cut the connection before the head
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
-    dies           end the process before the head
     dies_after     end the process after the answer
     lacks_params   answer a prefill leg as if there were no connector
-    prefill, decode, local
-                   such manners of a prefill leg, of a decode leg, or of a request that is neither
+    prefill, decode
+                   such manners of a prefill leg, or of a decode leg
     a port         such manners of the worker at this port
 
 With `transfers` it does with `kv_transfer_params` what `kv_transfer` says.
@@ -53,14 +52,8 @@ DEFAULT_MAX_TOKENS = 16
 PREFILL_TOKENS_PER_S = 200_000.0
 OPTIONS: dict[str, Any] = {
     **{"blocks": 2_000, "tokens_per_s": 2_000.0, "version": None},
-    **{"replays": True, "renders": True, "fails": None, "certificate": None},
-    **{
-        "host": "127.0.0.1",
-        "transfers": False,
-        "lease_s": 30.0,
-        "engine_id": None,
-        "publishes": True,
-    },
+    **{"replays": True, "fails": None, "certificate": None},
+    **{"host": "127.0.0.1", "transfers": False, "lease_s": 30.0},
 }
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
@@ -194,7 +187,7 @@ class _Worker:
             f"tcp://127.0.0.1:{options.events_port}",
             f"tcp://127.0.0.1:{options.replay_port}",
         )
-        self.transfers = Transfers(options.port, options.lease_s, options.engine_id)
+        self.transfers = Transfers(options.port, options.lease_s)
         self.requests: list[dict[str, Any]] = []
         self.connections = 0
         self.hung_up = 0
@@ -303,7 +296,7 @@ class _Worker:
             tokens = tokens_of(text)
             answer = {"count": len(tokens), "max_model_len": 100_000, "tokens": tokens}
             return 200, "application/json", _json(answer)
-        if path in (f"{MESSAGES}/render", f"{RESPONSES}/render") and options.renders:
+        if path in (f"{MESSAGES}/render", f"{RESPONSES}/render"):
             tokens = tokens_of(rendered(prompt_of(self._body(raw))))
             return 200, "application/json", _json({"request_id": "r", "token_ids": tokens})
         if path in POOLED:
@@ -350,10 +343,10 @@ class _Completion:
         self.transfer: Any = body.get("kv_transfer_params") if worker.options.transfers else None
         told = self.transfer if isinstance(self.transfer, dict) else {}
         self.prefills = bool(told.get("do_remote_decode"))
-        stage = "decode" if told.get("do_remote_prefill") else "local"
+        leg = "prefill" if self.prefills else "decode" if told.get("do_remote_prefill") else ""
         fake = body.get("fake", {})
         fake |= fake.get(str(worker.options.port), {})
-        self.fake: dict[str, Any] = fake | fake.get("prefill" if self.prefills else stage, {})
+        self.fake: dict[str, Any] = fake | fake.get(leg, {})
         self.lacks_blocks = False  # they could not be fetched
         self.transfer_told: dict[str, Any] | None = None  # `kv_transfer_params` of the answer
         if self.is_chat:
@@ -377,8 +370,6 @@ class _Completion:
             raise Refused(self.fake["status"], "the fake refuses")
         if self.fake.get("breaks"):
             return False
-        if self.fake.get("dies"):
-            os._exit(1)
         size, transfers = BLOCK_SIZE, self.worker.transfers
         is_right = None
         if not self.prefills:
@@ -431,7 +422,7 @@ class _Completion:
 
     def _batch(self, running: RunningRequest, first: int, placed: HeldChain) -> None:
         engine = self.worker.engine
-        if self.worker.options.publishes and not self.fake.get("loses_events"):
+        if not self.fake.get("loses_events"):
             engine._publish(running.request, first, placed)
 
     async def _tokens(self, running: RunningRequest) -> AsyncIterator[int]:
