@@ -3,7 +3,7 @@
 import http.client
 import json
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any, Self
 
 from loadtest.child_service import ChildService, plain_environment
@@ -106,6 +106,16 @@ class RunningGateway:
         messages = [{"role": "user", "content": text}]
         body = {"model": "m", "messages": messages, "max_tokens": 4, **fields}
         return self.ask("POST", "/v1/chat/completions", body, headers)
+
+    def begin(
+        self, running: ExitStack, prompt: str, request_id: str = "r", **fields: Any
+    ) -> http.client.HTTPConnection:
+        """Sends a completion to be streamed. Return its connection, which `running` closes."""
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        running.callback(client.close)
+        body = {"model": "m", "prompt": prompt, "stream": True, **fields}
+        client.request("POST", "/v1/completions", json.dumps(body), {"x-request-id": request_id})
+        return client
 
     def load(self) -> int:
         """Of all workers together: requests, blocks and tokens."""

@@ -5,7 +5,6 @@ import itertools
 import json
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,17 +15,6 @@ from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import wait_until
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
-
-
-def asked_to_stream(
-    running: ExitStack, gateway: RunningGateway, request_id: str = "r", **fields: Any
-) -> http.client.HTTPConnection:
-    """A connection, closed in the end, on which the gateway was sent a completion."""
-    client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
-    running.callback(client.close)
-    body = {"model": "m", "prompt": TEXT, "stream": True, **fields}
-    client.request("POST", "/v1/completions", json.dumps(body), {"x-request-id": request_id})
-    return client
 
 
 def test_a_worker_that_fails_everything_is_ejected_and_the_other_serves() -> None:
@@ -67,7 +55,7 @@ def test_a_draining_worker_finishes_its_answers_and_is_asked_nothing_new(
         found = ("--discover", f"file:{listed}", "--discover-interval-secs", "0.1")
         flags = (*found, "--discover-grace-secs", "0", "--pass-through", "all")
         gateway = running.enter_context(RunningGateway(*flags, knows=2))
-        answer = asked_to_stream(running, gateway, max_tokens=20).getresponse()
+        answer = gateway.begin(running, TEXT, max_tokens=20).getresponse()
         busy = answer.headers["x-lean-worker"]
         left = [url for url in urls if url != busy]
         if by == "the API":
@@ -102,7 +90,7 @@ def test_a_killed_worker_is_one_line_of_the_log_and_each_request_has_its_own() -
         flags = ("--access-log", "true", "--log-format", "json")
         gateway = running.enter_context(RunningGateway(worker.url, *flags, knows=1))
         clients = [
-            asked_to_stream(running, gateway, f"r{number}", fake={"stall_after": 2}).getresponse()
+            gateway.begin(running, TEXT, f"r{number}", fake={"stall_after": 2}).getresponse()
             for number in range(8)
         ]
         worker.kill()

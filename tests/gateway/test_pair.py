@@ -184,6 +184,14 @@ def test_what_a_prefill_worker_says_of_the_request_is_the_answer(status: int) ->
     assert b"\r\nx-lean-worker: http://w1:1\r\n" in errand.transport.take()
 
 
+def test_what_a_decode_worker_says_of_the_request_is_the_answer() -> None:
+    """And nobody's fault (sglang#25811)."""
+    errand = Pairing()
+    use = errand.prefilled(1, 2)
+    errand.decodes().data_received(ERROR % 400)
+    assert (use.told, errand.of.status, errand.judged) == (["freed ok"], 400, [])
+
+
 @pytest.mark.parametrize("answer", [ERROR % 503, ERROR % 500, b""])
 def test_another_pair_is_tried_if_the_prefill_worker_fails(answer: bytes) -> None:
     errand = Pairing()
@@ -243,6 +251,19 @@ def test_a_client_who_leaves_ends_what_is_under_way(leaves: str) -> None:
     errand.client.connection_lost(None)
     assert (leg.is_over, use.told, errand.of.is_over) == (True, ["freed None"], True)
     assert (transport.state == "aborted") is (leaves != "between them")
+
+
+@pytest.mark.parametrize("leg", [1, 2])
+def test_the_time_to_the_first_byte_is_that_of_both_legs(leg: int) -> None:
+    errand = Pairing()
+    if leg == 1:
+        _, _, transport = errand.sent_to_pair(1, 2)
+    else:
+        errand.prefilled(1, 2)
+        transport = cast(Any, errand.decodes())._transport
+    errand.of.time_out(0.5)
+    assert (transport.state, errand.of.status, errand.judged) == ("aborted", 504, [])
+    assert b"http://w%d:1 did not answer" % leg in errand.transport.take()
 
 
 def test_the_prompt_is_learned_of_the_prefill_worker_s_answer() -> None:

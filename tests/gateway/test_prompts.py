@@ -598,6 +598,7 @@ async def test_nothing_is_learned_of_requests_with_fields_for_engines() -> None:
             routed, Unknown(Why.CHANGED, "`kv_transfer_params` may change the prompt")
         )
         assert (routed.is_sent_once, routed.on_lengths) == (True, None)
+        assert routed.bars_pair == "engine_fields"
         assert not routed.additions.change_answer
         assert json.loads(routed.body) == json.loads(given)
         plain = await prompts.of(CHAT, chat())
