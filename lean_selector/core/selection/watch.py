@@ -48,7 +48,8 @@ class ChoiceWatch:
     ) -> Decision | None:
         """Count a choice, before it is booked. Return its explanation, or None if not sampled."""
         self.seen += 1
-        self._count(partition, request.prompt.local_hashes)
+        if not request.after_prefill:  # else its prefill counted it
+            self._count(partition, request.prompt.local_hashes)
         if now < self._next_at:
             return None
         self._next_at = now + EVERY_S

@@ -16,6 +16,7 @@ from lean_selector.core.selection.shapes import (
     Placement,
     PrefillPlacement,
 )
+from lean_selector.core.selection.watch import ChoiceWatch
 from tests.support.driven_selector import DrivenSelector, pack, teach
 
 PROMPT = list(range(1, 11))  # 40 tokens
@@ -163,6 +164,14 @@ def test_what_is_reported_tells_of_whom_it_concerns() -> None:
     assert (prefill.failed, prefill.ok, decode.failed, decode.ok) == (1, 0, 0, 1)
     assert (prefill.prompt_tokens, prefill.overlap_tokens) == (40, 20)
     assert (decode.selections, decode.prompt_tokens, decode.ttft_count) == (1, 0, 1)
+
+
+def test_the_prompt_of_a_pair_is_one_hit() -> None:
+    driven = fleet("prefill", "decode")
+    hold(driven, 1, 5)
+    watch = driven.selector.watch = ChoiceWatch()
+    chosen(driven, disaggregate="always")
+    assert list(watch.hits.values()) == [1]
 
 
 def test_both_are_assumed_to_cache_what_was_booked() -> None:
