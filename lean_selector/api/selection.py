@@ -286,8 +286,7 @@ class SelectionService(WorkerHandlers):
         if reservation_id is None:
             reservation_id = str(uuid.uuid4())
         else:
-            has_leg = request.disaggregate != NEVER
-            check_own_id("reservation_id", reservation_id, has_leg=has_leg)
+            check_own_id("reservation_id", reservation_id, has_leg=request.asks_pair)
         request.books = True
         request.asked_at = self._books_at
         request.deadline = deadline

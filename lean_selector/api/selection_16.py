@@ -33,7 +33,7 @@ from lean_selector.core.selection.shapes import (
     WorkerLoad,
 )
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
-from lean_selector.wire.scalars import check_id, unpack_signed
+from lean_selector.wire.scalars import unpack_signed
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,
@@ -193,7 +193,6 @@ class SelectionService16(SelectionService):
         assert isinstance(body, ReservationRequest16)
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id = body.worker_id
-        check_id("selection_id", selection_id)
         check_own_id("selection_id", selection_id, has_leg=body.prefill is not None)
         if worker_id is None:
             return Booked16.of(self._replayed(key, selection_id, selection_id))

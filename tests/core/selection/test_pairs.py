@@ -112,16 +112,6 @@ def test_thresholds_judge_whom_they_concern() -> None:
     assert partition.shed == {"/select": 1, "/select_and_reserve": 0}
 
 
-def test_a_worker_that_does_both_is_never_a_pair_with_itself() -> None:
-    driven = fleet("both", "decode")
-    for number in range(20):
-        assert pair_of(chosen(driven, f"r{number}", disaggregate="always")) == (1, 2)
-    driven.remove(2)
-    driven.register(3)
-    found = {pair_of(chosen(driven, f"s{n}", disaggregate="always")) for n in range(20)}
-    assert found == {(1, 3), (3, 1)}
-
-
 def test_a_target_without_a_partner_does_both() -> None:
     driven = fleet("both", "decode")
     placement = chosen(driven, disaggregate="always", target=AffinityTarget(1, None))
