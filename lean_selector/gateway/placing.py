@@ -206,6 +206,7 @@ class Chooser:
         if sessions is not None and (sessions.is_soft or not avoided):
             request.session_id = routed.session_id
         placement = yield from self._placed(partition, request)
+        use: _Reservation | None = None
         try:
             use = self._use(partition, reservation_id, routed, placement)
             if disaggregate != NEVER:
@@ -218,6 +219,8 @@ class Chooser:
                     use.pair_reason = pair_text(placement.disaggregation)
         except ValueError:
             selector.reservations.free(reservation_id, monotonic(), was_served=False)
+            if use is not None:  # of a decode worker, whose partner has no URL
+                use.end(None)
             raise NotChosen("no_url") from None
         selector.reservations.expect_output(reservation_id, routed.output_tokens, monotonic())
         return use

@@ -96,6 +96,17 @@ class Gateway:
         client.connection_made(transport)
         return client, transport
 
+    def add_prefill_worker(self, number: int, endpoint: str) -> None:
+        spec = WorkerSpec(
+            worker_id=number,
+            model_name="m",
+            tenant_id="default",
+            endpoint=endpoint,
+            block_size=16,
+            worker_role="prefill",
+        )
+        self.selector.upsert_worker(spec, NOW)
+
     @property
     def live(self) -> int:
         partitions = self.selector.catalog.partitions.values()
@@ -341,15 +352,7 @@ def test_a_prompt_that_no_worker_computed_is_not_believed_cached(
 def test_a_pair_counts_as_two_of_the_five_workers_that_a_request_may_try() -> None:
     gateway, asked = Gateway(), []
     for number in range(2, 8):
-        spec = WorkerSpec(
-            worker_id=number,
-            model_name="m",
-            tenant_id="default",
-            endpoint=f"http://w:{number}",
-            block_size=16,
-            worker_role="prefill",
-        )
-        gateway.selector.upsert_worker(spec, NOW)
+        gateway.add_prefill_worker(number, f"http://w:{number}")
         worker = ClientConnection(gateway.handler.rotation.endpoint(f"http://w:{number}"))
         worker.connection_made(Transport())
         worker.upstream.put_aside(worker)
@@ -364,3 +367,13 @@ def test_a_pair_counts_as_two_of_the_five_workers_that_a_request_may_try() -> No
     assert all(each.is_free for each in asked)
     assert transport.take().startswith(b"HTTP/1.1 503 Busy\r\n")
     assert (gateway.live, gateway.worker_transport.writes) == (0, [])
+
+
+def test_a_prefill_worker_without_a_url_leaves_nothing_at_its_partner() -> None:
+    gateway = Gateway()
+    gateway.add_prefill_worker(2, "tcp://w:2")
+    client, _ = gateway.client()
+    client.data_received(request())
+    assert gateway.counts.unrouted["no_url"] == 1
+    client.connection_lost(None)
+    assert (gateway.live, gateway.worker.upstream.users) == (0, 0)
