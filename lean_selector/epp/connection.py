@@ -14,7 +14,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -32,7 +32,7 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
 from lean_selector.epp import messages
-from lean_selector.epp.stream import INVALID_ARGUMENT, Channel
+from lean_selector.epp.stream import INVALID_ARGUMENT, Channel, ExtProcStream
 from lean_selector.http.connections import TURN_S, Connections
 from lean_selector.http.head import credential_of
 
@@ -74,37 +74,7 @@ _UNAUTHENTICATED: Final = 16
 _HEAD: Final = [(b":status", b"200"), (b"content-type", b"application/grpc")]
 _OK: Final = [(b"grpc-status", b"0")]
 
-
-class Handler(Protocol):
-    """What handles the messages of a call."""
-
-    def take(self, data: bytes) -> None: ...
-    def closed(self, *, by_reset: bool = False) -> None: ...  # may come more than once
-
-
-NewStream = Callable[[Channel, bytes | None], Handler]
-
-
-class _HealthCheck:
-    def __init__(self, channel: Channel, is_ready: Callable[[], bool]) -> None:
-        self._channel = channel
-        self._is_ready = is_ready
-
-    def take(self, data: bytes) -> None:
-        try:
-            service = messages.health_service(data)
-        except messages.Malformed as error:
-            self._channel.fail(INVALID_ARGUMENT, str(error))
-            return
-        if service not in _HEALTH_OF:
-            self._channel.fail(_NOT_FOUND, "unknown service")
-            return
-        is_well = service == _ALIVE or self._is_ready()
-        self._channel.send(messages.SERVING if is_well else messages.NOT_SERVING)
-        self._channel.finish()
-
-    def closed(self, *, by_reset: bool = False) -> None:
-        pass
+NewStream = Callable[[Channel, bytes | None], ExtProcStream]
 
 
 class _Stream:
@@ -119,7 +89,7 @@ class _Stream:
         self._input = bytearray()  # of an incomplete message
         self.unsent_bytes = 0
         self.withheld = 0  # bytes of the window that were not given back
-        self.handler: Handler | None = None
+        self.handler: ExtProcStream | None = None  # None: a health check
 
     def send(self, message: bytes) -> None:
         if self._trailers is None:
@@ -138,6 +108,8 @@ class _Stream:
     def _finish(self, trailers: list[tuple[bytes, bytes]]) -> None:
         if self._trailers is None:
             self._trailers = trailers
+            if self.handler is not None:
+                self.handler.closed()
             self.go_on()
 
     def _hold(self, size: int) -> None:
@@ -170,7 +142,7 @@ class _Stream:
                 h2.increment_flow_control_window(size, number)
         except ProtocolError:  # it was reset meanwhile
             self._connection.forget(number)
-        self._connection.flush_soon()
+        self._connection.flush()
 
     def take(self, data: bytes) -> None:
         """Takes bytes of the peer, and handles the messages that are complete."""
@@ -180,30 +152,35 @@ class _Stream:
         while self._trailers is None and len(pending) - at >= 5:
             size = int.from_bytes(pending[at + 1 : at + 5], "big")
             if pending[at]:
-                self._refuse(_UNIMPLEMENTED, "compressed messages are not supported")
+                self.fail(_UNIMPLEMENTED, "compressed messages are not supported")
             elif size > MAX_MESSAGE_BYTES:
-                self._refuse(_RESOURCE_EXHAUSTED, f"a message has {size} bytes")
+                self.fail(_RESOURCE_EXHAUSTED, f"a message has {size} bytes")
             elif len(pending) - at - 5 < size:
                 break
-            elif self.handler is not None:
+            else:
                 with memoryview(pending) as view:
                     message = bytes(view[at + 5 : at + 5 + size])
                 at += 5 + size
-                self.handler.take(message)
+                if self.handler is None:
+                    self._tell_health(message)
+                else:
+                    self.handler.take(message)
         if self._trailers is not None:
             at = len(pending)
         del pending[:at]
         self._connection.hold(-at)
 
-    def _refuse(self, status: int, text: str) -> None:
-        if self.handler is not None:
-            self.handler.closed()
-        self.fail(status, text)
-
-    def ended(self) -> None:
-        """The peer has sent everything: in ext_proc, the request is over."""
-        if self.handler is not None:
-            self.handler.closed()
+    def _tell_health(self, data: bytes) -> None:
+        try:
+            service = messages.health_service(data)
+        except messages.Malformed as error:
+            self.fail(INVALID_ARGUMENT, str(error))
+            return
+        if service not in _HEALTH_OF:
+            self.fail(_NOT_FOUND, "unknown service")
+            return
+        is_well = service == _ALIVE or self._connection.is_ready()
+        self.send(messages.SERVING if is_well else messages.NOT_SERVING)
         self.finish()
 
     def lost(self, *, by_reset: bool = False) -> None:
@@ -231,14 +208,13 @@ class PickerConnection(asyncio.Protocol):
         this digest may choose workers."""
         self._connections = connections
         self._new_stream = new_stream
-        self._is_ready = is_ready
+        self.is_ready = is_ready
         self._may_write = may_write
         self._streams: dict[int, _Stream] = {}
         self._input = bytearray()  # frames that were not read yet
         self._preface = _PREFACE_BYTES  # that are missing
         self._is_put_off = self._is_paused = self._is_closing = self._is_reading = False
         self._had_streams = False
-        self._stuck_since = 0.0  # 0: it takes what is sent
         self._has_room = False  # of windows, since responses were last sent on
         self._resets = self._empty = 0  # frames since `_counted_at`
         self._counted_at = 0.0
@@ -270,7 +246,7 @@ class PickerConnection(asyncio.Protocol):
             return
         self.h2.initiate_connection()
         self.h2.increment_flow_control_window(CONNECTION_WINDOW - 65_535)
-        self._flush()
+        self.flush()
 
     def data_received(self, data: bytes) -> None:
         if self._is_closing:
@@ -285,14 +261,14 @@ class PickerConnection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """The peer does not read, so it gets no more to answer."""
         self._is_paused = True
-        self._stuck_since = self._connections.now
+        self.since = self._connections.now
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         self._is_paused = False
         if self._is_closing:
             return
-        self._stuck_since = 0.0
+        self.since = self._connections.now
         if not self._is_put_off:
             self._transport.resume_reading()
 
@@ -308,10 +284,11 @@ class PickerConnection(asyncio.Protocol):
     # -- called by Connections -----------------------------------------------------------------
 
     def expire(self, now: float) -> None:
-        limit_s = MAX_IDLE_S if self._had_streams else MAX_GREETING_S
-        if self._stuck_since and now - self._stuck_since > MAX_STUCK_S:
-            self.abort()
-        elif not self._streams and now - self.since > limit_s:
+        age_s = now - self.since
+        if self._is_paused or self._is_closing:
+            if age_s > MAX_STUCK_S:
+                self.abort()
+        elif not self._streams and age_s > (MAX_IDLE_S if self._had_streams else MAX_GREETING_S):
             self.go_away(ErrorCodes.NO_ERROR)
 
     def turn_away(self, reason: str) -> None:
@@ -354,7 +331,7 @@ class PickerConnection(asyncio.Protocol):
             self._close()  # `h2` has written a GOAWAY
         finally:
             self._is_reading = False
-        self._flush()
+        self.flush()
         connections.make_room()
 
     def _go_on(self) -> None:
@@ -411,7 +388,7 @@ class PickerConnection(asyncio.Protocol):
         elif isinstance(event, StreamEnded):
             stream = self._streams.get(event.stream_id or 0)
             if stream is not None:
-                stream.ended()
+                stream.finish()  # in ext_proc, the request is over
         elif isinstance(event, StreamReset):
             self.forget(event.stream_id or 0, by_reset=True)
         elif isinstance(event, (WindowUpdated, RemoteSettingsChanged)):
@@ -423,8 +400,8 @@ class PickerConnection(asyncio.Protocol):
         path, given = headers.get(b":path"), headers.get(b"authorization")
         credential = None if given is None else credential_of(given)
         if path == _CHECK:
-            stream.handler = _HealthCheck(stream, self._is_ready)
-        elif path != _PROCESS:
+            return
+        if path != _PROCESS:
             stream.fail(_UNIMPLEMENTED, "unknown method")
         elif not self._may_write(credential):
             stream.fail(_UNAUTHENTICATED, "a bearer token with the role write is required")
@@ -455,14 +432,9 @@ class PickerConnection(asyncio.Protocol):
         if not self._streams:
             self.since = self._connections.now
 
-    def flush_soon(self) -> None:
+    def flush(self) -> None:
         """Sends what was written; at the end of the turn, if it reads input."""
-        if not self._is_reading:
-            self._flush()
-
-    def _flush(self) -> None:
-        data = self.h2.data_to_send()
-        if data and not self._is_closing:
+        if not (self._is_reading or self._is_closing) and (data := self.h2.data_to_send()):
             self._transport.write(data)
 
     def go_away(self, code: ErrorCodes) -> None:
@@ -477,7 +449,9 @@ class PickerConnection(asyncio.Protocol):
         self._close()
 
     def _close(self) -> None:
-        self._flush()
+        self._is_reading = False
+        self.flush()
+        if not self._is_paused:
+            self.since = self._connections.now
         self._is_closing = True
-        self._stuck_since = self._stuck_since or self._connections.now
         self._transport.close()
