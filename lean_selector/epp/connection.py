@@ -12,7 +12,6 @@ peer breaks HTTP/2, or is beyond a bound of the connection."""
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
 
@@ -85,17 +84,16 @@ class _Stream:
         self._number = number
         self._has_head = False
         self._trailers: list[tuple[bytes, bytes]] | None = None  # once nothing more is said
-        self._unsent: deque[bytes] = deque()  # frames of gRPC
         self._input = bytearray()  # of an incomplete message
-        self.unsent_bytes = 0
+        self.unsent = bytearray()
         self.withheld = 0  # bytes of the window that were not given back
         self.handler: ExtProcStream | None = None  # None: a health check
 
-    def send(self, message: bytes) -> None:
+    def send(self, *told: bytes) -> None:
         if self._trailers is None:
-            framed = b"\0" + len(message).to_bytes(4, "big") + message
-            self._unsent.append(framed)
-            self._hold(len(framed))
+            for message in told:
+                self.unsent += b"\0" + len(message).to_bytes(4, "big") + message
+                self._connection.hold(5 + len(message))
             self.go_on()
 
     def finish(self) -> None:
@@ -112,32 +110,25 @@ class _Stream:
                 self.handler.closed()
             self.go_on()
 
-    def _hold(self, size: int) -> None:
-        self.unsent_bytes += size
-        self._connection.hold(size)
-
     def go_on(self) -> None:
         """Sends what the peer's windows have room for, and gives its own window back."""
-        h2, number, unsent = self._connection.h2, self._number, self._unsent
+        h2, number, unsent = self._connection.h2, self._number, self.unsent
         try:
             if not self._has_head:
                 self._has_head = True
                 h2.send_headers(number, _HEAD)
             while unsent:
-                data = unsent[0]
                 room = min(h2.local_flow_control_window(number), h2.max_outbound_frame_size)
                 if room <= 0:
                     break
-                h2.send_data(number, data[:room])
-                self._hold(-min(room, len(data)))
-                if room < len(data):
-                    unsent[0] = data[room:]
-                else:
-                    unsent.popleft()
+                data = bytes(unsent[:room])
+                h2.send_data(number, data)
+                del unsent[:room]
+                self._connection.hold(-len(data))
             if self._trailers is not None and not unsent:
                 h2.send_headers(number, self._trailers, end_stream=True)
                 self._connection.forget(number)
-            elif self.withheld and self.unsent_bytes <= MAX_UNSENT_BYTES:
+            elif self.withheld and len(unsent) <= MAX_UNSENT_BYTES:
                 size, self.withheld = self.withheld, 0
                 h2.increment_flow_control_window(size, number)
         except ProtocolError:  # it was reset meanwhile
@@ -188,9 +179,8 @@ class _Stream:
         self._trailers = self._trailers or _OK
         if self.handler is not None:
             self.handler.closed(by_reset=by_reset)
-        self._hold(-self.unsent_bytes)
-        self._connection.hold(-len(self._input))
-        self._unsent.clear()
+        self._connection.hold(-len(self.unsent) - len(self._input))
+        self.unsent.clear()
         self._input.clear()
 
 
@@ -319,7 +309,7 @@ class PickerConnection(asyncio.Protocol):
                     for stream in list(self._streams.values()) if self.held_bytes else ():
                         if self.h2.outbound_flow_control_window <= 0:
                             break
-                        if stream.unsent_bytes:
+                        if stream.unsent:
                             stream.go_on()
                 connections.spent_s = before + connections.clock() - began
                 if connections.spent_s >= TURN_S and data:
@@ -412,7 +402,7 @@ class PickerConnection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is not None:
             stream.take(data)
-        if stream is not None and size and stream.unsent_bytes > MAX_UNSENT_BYTES:
+        if stream is not None and size and len(stream.unsent) > MAX_UNSENT_BYTES:
             stream.withheld += size
             self.h2.increment_flow_control_window(size)  # other streams need it
         else:

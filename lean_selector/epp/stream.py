@@ -60,7 +60,7 @@ class Phase(Enum):
 class Channel(Protocol):
     """The stream as a transport: it is told what to send."""
 
-    def send(self, message: bytes) -> None: ...
+    def send(self, *told: bytes) -> None: ...
     def finish(self) -> None: ...  # with the status OK
     def fail(self, status: int, text: str) -> None: ...
 
@@ -182,7 +182,7 @@ class ExtProcStream:
             if self.held_bytes > MOST_KEPT_BYTES:
                 self._answer_refused(_TOO_LARGE)
         elif self._passes:
-            self._send_body(messages.REQUEST_BODY, body, is_last)
+            self._channel.send(*messages.pieces(messages.REQUEST_BODY, body, is_last))
 
     def _trailers(self) -> None:
         """Trailers end the body. In FULL_DUPLEX they are answered after it. In BUFFERED, a response
@@ -269,24 +269,21 @@ class ExtProcStream:
         self._channel.finish()
 
     def _chosen(self, choice: Picked) -> None:
-        send = self._channel.send
         self._choice = choice
         self._sent_at = monotonic()
         self.phase = Phase.SENT
-        send(messages.destination(self._answers, choice.endpoints, choice.headers, choice.removed))
+        told = [
+            messages.destination(self._answers, choice.endpoints, choice.headers, choice.removed)
+        ]
         if self._modes[0] == messages.FULL_DUPLEX and (self._body or self._passes):
             body = b"".join(self._body) if choice.body is None else choice.body
             # Trailers end the stream in place of the last piece.
-            self._send_body(messages.REQUEST_BODY, body, self._is_whole and not self._owed)
-        for each in self._owed:
-            send(each)
+            is_last = self._is_whole and not self._owed
+            told += messages.pieces(messages.REQUEST_BODY, body, is_last)
+        self._channel.send(*told, *self._owed)
         self._owed.clear()
         self._drop_body()
         choice.body = self._request = None
-
-    def _send_body(self, kind: int, body: bytes, is_last: bool) -> None:
-        for piece in messages.pieces(kind, body, is_last):
-            self._channel.send(piece)
 
     # -- the response --------------------------------------------------------------------------
 
@@ -332,7 +329,7 @@ class ExtProcStream:
         if self._modes[1] != messages.FULL_DUPLEX:
             self._channel.send(messages.unchanged(messages.RESPONSE_BODY))
         else:
-            self._send_body(messages.RESPONSE_BODY, text, is_last)
+            self._channel.send(*messages.pieces(messages.RESPONSE_BODY, text, is_last))
         if is_last:
             self._complete()
 
@@ -346,11 +343,12 @@ class ExtProcStream:
 
     def _response_trailers(self) -> None:
         self._answering()
+        told = []
         if self._reader is not None and self.phase is Phase.ANSWERING:
             rest = self._reader.end()
             if self._modes[1] == messages.FULL_DUPLEX:
-                self._send_body(messages.RESPONSE_BODY, rest, False)
-        self._channel.send(messages.unchanged(messages.RESPONSE_TRAILERS))
+                told = messages.pieces(messages.RESPONSE_BODY, rest, False)
+        self._channel.send(*told, messages.unchanged(messages.RESPONSE_TRAILERS))
         self._complete()
 
     # -- the end -------------------------------------------------------------------------------

@@ -66,9 +66,9 @@ class Driver:
         self.of = ExtProcStream(self, self.picker)
 
     # the channel
-    def send(self, message: bytes) -> None:
+    def send(self, *told: bytes) -> None:
         assert self.status is None, "nothing follows the end"
-        self.sent.append(pb.ProcessingResponse.FromString(message))
+        self.sent += map(pb.ProcessingResponse.FromString, told)
 
     def finish(self) -> None:
         self.status = 0, ""
