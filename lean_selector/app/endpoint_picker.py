@@ -101,7 +101,6 @@ class EndpointPicker(Part):
 
     def tick(self, now: float) -> None:
         picker = self._picker
-        picker.rotation.follow(picker.fleet)
         picker.rotation.ejected = picker.fleet.ejected()
         picker.addresses.tick(now)
         self._connections.sweep(now)

@@ -22,7 +22,6 @@ STREAMED: Final = 1
 BUFFERED: Final = 2
 BUFFERED_PARTIAL: Final = 3
 FULL_DUPLEX: Final = 4
-MODE_NAMES: Final = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED")
 
 MOST_PIECE: Final = 62_000  # bytes of a body; some data planes take messages of 64 KiB at most
 DESTINATION: Final = b"x-gateway-destination-endpoint"
@@ -175,14 +174,13 @@ def _values(metadata: bytes, namespace: bytes, key: bytes) -> list[bytes] | None
     """Return a text of a Metadata, or the texts of a list; None without it."""
     if key not in metadata:  # as mostly
         return None
-    found = [metadata]
+    value = metadata
     for name in (namespace, key):  # a Metadata and a Struct are maps, in their field 1
-        found = [
-            _last(entry, 2) for data in found for entry in _each(data, 1) if _last(entry, 1) == name
-        ][-1:]
-    if not found:
-        return None
-    value = found[0]  # 3: a text, 6: a list
+        entries = {_last(entry, 1): _last(entry, 2) for entry in _each(value, 1)}
+        if name not in entries:
+            return None
+        value = entries[name]
+    # 3: a text, 6: a list
     return [*_each(value, 3), *(_last(each, 3) for each in _each(_last(value, 6), 1))]
 
 

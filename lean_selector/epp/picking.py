@@ -74,8 +74,7 @@ class RequestToRoute:
     credential: bytes | None  # of the data plane
     subset: list[bytes] | None  # the only endpoints that may be chosen
     forwards: bool  # the body can be replaced, and its effects on the answer removed
-    is_by_load: bool = False  # the prompt does not count
-    is_read: bool = False  # the prompt's tokens are known
+    awaits_prompt: bool = True  # False once it is read, or if it is not to count
 
 
 class Live(Protocol):
@@ -101,7 +100,7 @@ class Addresses:
     def unresolved(self) -> int:
         """How many workers cannot be chosen, because their names do not resolve."""
         self.follow()
-        return sum(base not in self.by_base for base in self._names)
+        return len(self._names.keys() - self.by_base)
 
     def follow(self) -> None:
         """Reads the workers again, if they have changed."""
@@ -148,7 +147,7 @@ class Addresses:
         """Return the base URLs of the workers that may be offered; None: all of them."""
         self.follow()
         if subset is None:
-            return list(self.by_base) if self._names and self.unresolved else None
+            return list(self.by_base) if self.unresolved else None
         return list(dict.fromkeys(base for each in subset for base in self.bases_at(each)))
 
     def bases_at(self, address: bytes) -> list[str]:
@@ -234,7 +233,7 @@ class Picker:
             raise Unavailable(_NO_WORKER if request.subset is None else _NOT_OURS)
         if request.body is None:
             return self._any(among)
-        is_by_load = request.is_by_load or not request.body
+        is_by_load = not (request.body and request.awaits_prompt)
         try:
             routed = yield from self.prompts.read(
                 request.path,
@@ -246,7 +245,7 @@ class Picker:
             if request.body:
                 raise
             return self._any(among)  # there are several models, and nothing tells which
-        request.is_read = True
+        request.awaits_prompt = False
         if self.queue_headers is not None:
             self.queue_headers.read(routed, request.section, request.credential)
         session = session_of(request.section)

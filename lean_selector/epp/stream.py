@@ -41,7 +41,7 @@ _TOO_LARGE: Final = Refused(413, "the request body is too large to wait for a wo
 _JSON: Final = (b"content-type", b"application/json")
 _RETRY: Final = (b"retry-after", b"1")
 _HELD: Final = (
-    "the gateway sends no part of responses (response body %s, no trailers), so a reservation "
+    "the gateway sends no part of responses (response body NONE, no trailers), so a reservation "
     "stays until --lifecycle-from or its expiry ends it: set response_trailer_mode: SEND"
 )
 
@@ -58,10 +58,11 @@ class Phase(Enum):
 
 
 class Channel(Protocol):
-    """The stream as a transport: it is told what to send."""
+    """The stream as a transport: it is told what to send. `finish`, with the status OK, and `fail`
+    call `closed`."""
 
     def send(self, *told: bytes) -> None: ...
-    def finish(self) -> None: ...  # with the status OK
+    def finish(self) -> None: ...
     def fail(self, status: int, text: str) -> None: ...
 
 
@@ -89,7 +90,6 @@ class ExtProcStream:
         self._owed: list[bytes] = []  # sent after the response that names the worker
         self._task: asyncio.Task[None] | None = None  # finds a worker
         self._timer: asyncio.TimerHandle | None = None
-        self._request: RequestToRoute | None = None
         self._answers = messages.REQUEST_HEADERS  # what the response that names the worker answers
         self._choice: Picked | None = None
         self._sent_at = 0.0
@@ -112,16 +112,14 @@ class ExtProcStream:
             self._refuse(str(error))
         except Exception:
             log.exception("an ext_proc stream failed")
-            self.closed()
             self._channel.fail(INTERNAL, "internal error")
 
     def _refuse(self, text: str) -> None:
         self._picker.counts["malformed"] += 1
-        self.closed()
         self._channel.fail(INVALID_ARGUMENT, text)
 
     def _handle(self, kind: int, payload: bytes, metadata: bytes) -> None:
-        if kind == messages.RESPONSE_BODY:  # first, as most are
+        if kind == messages.RESPONSE_BODY and self.phase is not Phase.BEGUN:  # as most are
             body, is_last = messages.body_of(payload)
             self._response_piece(body, is_last)
         elif kind == messages.REQUEST_HEADERS and self.phase is Phase.BEGUN:
@@ -215,7 +213,7 @@ class ExtProcStream:
         empty if it is unknown; None: there is none."""
         self.phase = Phase.CHOOSING
         headers = self._headers
-        self._request = RequestToRoute(
+        request = RequestToRoute(
             headers.get(b":path", b"/").partition(b"?")[0].decode("latin-1"),
             body,
             b"".join([b"\r\n%b: %b" % each for each in headers.items()]) + b"\r\n",
@@ -224,13 +222,14 @@ class ExtProcStream:
             self._modes == (messages.FULL_DUPLEX, messages.FULL_DUPLEX),
         )
         self._answers = answers
-        self._look(self._request, self._picker.max_wait_s)
+        self._look(request, self._picker.max_wait_s)
 
     def _look(self, request: RequestToRoute, max_wait_s: float) -> None:
         task = self._picker.pick(request, self._found)
         if task is not None:
             self._task = task
-            self._timer = asyncio.get_running_loop().call_later(max_wait_s, self._waited_too_long)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max_wait_s, self._waited_too_long, request)
 
     def _found(self, found: Picked | Refused) -> None:
         self._task = None
@@ -247,12 +246,11 @@ class ExtProcStream:
             self._task.cancel()
         self._timer = self._task = None
 
-    def _waited_too_long(self) -> None:
+    def _waited_too_long(self, request: RequestToRoute) -> None:
         """Chooses without the tokens of the prompt if these do not come; else refuses."""
         self._stop_looking()
-        request = self._request
-        if request is not None and not request.is_read:
-            request.is_by_load = True
+        if request.awaits_prompt:
+            request.awaits_prompt = False
             self._look(request, 0.0)
         else:
             told = refusal_fields(WaitedTooLong(self._picker.max_wait_s))
@@ -283,7 +281,7 @@ class ExtProcStream:
         self._channel.send(*told, *self._owed)
         self._owed.clear()
         self._drop_body()
-        choice.body = self._request = None
+        choice.body = None
 
     # -- the response --------------------------------------------------------------------------
 
@@ -316,11 +314,7 @@ class ExtProcStream:
             self._complete()
 
     def _response_piece(self, body: bytes, is_last: bool) -> None:
-        if self.phase is Phase.BEGUN:
-            self._refuse("response_body before request_headers")
-            return
-        if self.phase is not Phase.ANSWERING:
-            self._answering()
+        self._answering()
         text, reader = body, self._reader
         if reader is not None:
             text = reader.feed(body) + (reader.end() if is_last else b"")
@@ -369,7 +363,7 @@ class ExtProcStream:
             if choice is not None and choice.use is not None:
                 self._picker.counts["held"] += 1
                 if self._picker.counts["held"] == 1:
-                    log.warning(_HELD, messages.MODE_NAMES[self._modes[1]])
+                    log.warning(_HELD)
             self._leave()
         else:
             is_done = False
@@ -383,7 +377,6 @@ class ExtProcStream:
 
     def _leave(self) -> None:
         self.phase = Phase.OVER
-        self._request = None
         self._drop_body()
         self._picker.live.discard(self)
 

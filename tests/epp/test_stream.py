@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from lean_selector.epp import messages, stream
+from lean_selector.epp import stream
 from lean_selector.epp.picking import Picked, Refused, RequestToRoute
 from lean_selector.epp.stream import ExtProcStream, Phase
 from lean_selector.gateway.answers import Additions, AnswerReader
@@ -71,10 +71,11 @@ class Driver:
         self.sent += map(pb.ProcessingResponse.FromString, told)
 
     def finish(self) -> None:
-        self.status = 0, ""
+        self.fail(0, "")
 
     def fail(self, status: int, text: str) -> None:
         self.status = status, text
+        self.of.closed()
 
     # the picker
     def _pick(self, request: RequestToRoute, tell: Callable[[Picked | Refused], None]) -> Any:
@@ -411,13 +412,13 @@ async def test_a_refusal_answers_the_client_and_ends_the_stream() -> None:
 async def test_who_waits_too_long_is_answered_429() -> None:
     driver = Driver()
     driver.head().piece(b"{}", is_last=True)
-    driver.of._waited_too_long()  # for the tokens of its prompt: they do without
+    request = driver.asked[0]
+    driver.of._waited_too_long(request)  # for the tokens of its prompt: it does without
     assert driver.is_cancelled
-    assert [each.is_by_load for each in driver.asked] == [True, True]
-    assert driver.asked[0] is driver.asked[1]
-    driver.asked[1].is_read = True
+    assert driver.asked[1] is request
+    assert not request.awaits_prompt
     assert driver.sent == []
-    driver.of._waited_too_long()  # for a worker
+    driver.of._waited_too_long(request)  # for a worker, or an engine that says nothing
     assert driver.sent[0].immediate_response.status.code == 429
     assert driver.is_cancelled
 
@@ -556,4 +557,3 @@ async def test_a_failure_of_ours_ends_one_stream(caplog: pytest.LogCaptureFixtur
 def test_additions_have_a_reader() -> None:
     """What the fake's readers stand for."""
     assert isinstance(Additions().reader(True), AnswerReader)
-    assert messages.MODE_NAMES[DUPLEX] == "FULL_DUPLEX_STREAMED"
