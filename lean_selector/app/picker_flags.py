@@ -55,5 +55,3 @@ class SelectorServiceConfig(SelectorConfig):
                 "--prompts: invalid value `learn`: learn needs the engines' responses, which only "
                 "the gateway sees, or an endpoint picker (--epp-port)"
             )
-        if self.picker.port is not None and self.prompts.mode is None:
-            raise ValueError("--epp-port requires --prompts")

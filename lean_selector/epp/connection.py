@@ -204,7 +204,6 @@ class PickerConnection(asyncio.Protocol):
         self._input = bytearray()  # frames that were not read yet
         self._preface = _PREFACE_BYTES  # that are missing
         self._is_put_off = self._is_paused = self._is_closing = self._is_reading = False
-        self._had_streams = False
         self._has_room = False  # of windows, since responses were last sent on
         self._resets = self._empty = 0  # frames since `_counted_at`
         self._counted_at = 0.0
@@ -275,10 +274,11 @@ class PickerConnection(asyncio.Protocol):
 
     def expire(self, now: float) -> None:
         age_s = now - self.since
+        limit_s = MAX_IDLE_S if self.h2.highest_inbound_stream_id else MAX_GREETING_S
         if self._is_paused or self._is_closing:
             if age_s > MAX_STUCK_S:
                 self.abort()
-        elif not self._streams and age_s > (MAX_IDLE_S if self._had_streams else MAX_GREETING_S):
+        elif not self._streams and age_s > limit_s:
             self.go_away(ErrorCodes.NO_ERROR)
 
     def turn_away(self, reason: str) -> None:
@@ -369,24 +369,20 @@ class PickerConnection(asyncio.Protocol):
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, DataReceived):
-            assert event.stream_id is not None
-            assert event.data is not None
-            self._on_data(event.stream_id, event.data, event.flow_controlled_length or 0)
+            self._on_data(event.stream_id, event.data, event.flow_controlled_length)
         elif isinstance(event, RequestReceived):
-            assert event.stream_id is not None
-            self._on_request(event.stream_id, dict(event.headers or ()))
+            self._on_request(event.stream_id, dict(event.headers))
         elif isinstance(event, StreamEnded):
-            stream = self._streams.get(event.stream_id or 0)
+            stream = self._streams.get(event.stream_id)
             if stream is not None:
                 stream.finish()  # in ext_proc, the request is over
         elif isinstance(event, StreamReset):
-            self.forget(event.stream_id or 0, by_reset=True)
+            self.forget(event.stream_id, by_reset=True)
         elif isinstance(event, (WindowUpdated, RemoteSettingsChanged)):
             self._has_room = True
 
     def _on_request(self, number: int, headers: "dict[bytes, bytes]") -> None:
         stream = self._streams[number] = _Stream(self, number)
-        self._had_streams = True
         path, given = headers.get(b":path"), headers.get(b"authorization")
         credential = None if given is None else credential_of(given)
         if path == _CHECK:
@@ -402,11 +398,11 @@ class PickerConnection(asyncio.Protocol):
         stream = self._streams.get(number)
         if stream is not None:
             stream.take(data)
-        if stream is not None and size and len(stream.unsent) > MAX_UNSENT_BYTES:
-            stream.withheld += size
-            self.h2.increment_flow_control_window(size)  # other streams need it
-        else:
-            self.h2.acknowledge_received_data(size, number)
+            if size and len(stream.unsent) > MAX_UNSENT_BYTES:
+                stream.withheld += size
+                self.h2.increment_flow_control_window(size)  # other streams need it
+                return
+        self.h2.acknowledge_received_data(size, number)
 
     # -- output --------------------------------------------------------------------------------
 
