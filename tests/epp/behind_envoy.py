@@ -35,7 +35,6 @@ MODES: dict[str, dict[str, str]] = {
     "STREAMED, trailers": {"request_body_mode": "STREAMED"},
     "NONE, trailers": {"request_body_mode": "NONE"},
 }
-SILENT = "BUFFERED, nothing"
 SILENT_MODE = {"response_header_mode": "SKIP", "response_trailer_mode": "SKIP"}
 
 

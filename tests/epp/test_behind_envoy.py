@@ -17,14 +17,13 @@ from tests.epp.behind_envoy import (
     DUPLEX,
     MODES,
     RECIPE,
-    SILENT,
     SILENT_MODE,
     Picked,
     chat,
 )
-from tests.support.openai_worker import MODEL, rendered
+from tests.support.openai_worker import MODEL
 from tests.support.prometheus_tools import parsed, scrape
-from tests.support.running_service import RunningService, wait_until
+from tests.support.running_service import wait_until
 
 STREAMS = 1_000
 PREFILL_COMPLETE = "/reservations/{reservation_id}/prefill_complete"
@@ -80,7 +79,7 @@ def test_answers_are_whole_and_reservations_end(picked: Picked) -> None:
 @pytest.mark.parametrize("size", [100_000, 1_100_000, 10_000_000])
 def test_bodies_arrive_as_they_were_sent(picked: Picked, size: int) -> None:
     body = json.dumps(chat(f"{size:x}" * (size // 8))).encode()
-    status, _, text = picked.ask(body, user_agent="sized")
+    status, _, text = picked.ask(body)
     assert status == 200, text
     arrived = [each["body"] for each in picked.requests() if len(each["body"]) == len(body)]
     assert body.decode() in arrived
@@ -226,7 +225,6 @@ def test_where_nothing_of_responses_is_sent_the_log_says_so(tmp_path: Path) -> N
 
 
 def test_buffered_without_any_response_is_exact_too(tmp_path: Path) -> None:
-    assert SILENT == "BUFFERED, nothing"
     with Picked(tmp_path, SILENT_MODE) as picked:
         client = raw(picked, json.dumps(chat("x", stream=True, fake={"stall_after": 1})).encode())
         wait_until(lambda: picked.selector.active() == 1, "it is reserved")
@@ -302,5 +300,3 @@ def test_learning_and_usage_work_with_duplex_responses(tmp_path: Path) -> None:
         asked = [json.loads(each["body"]) for each in picked.requests()]
         assert all(each["return_token_ids"] for each in asked)
         assert all(each["stream_options"] == {"include_usage": True} for each in asked)
-        assert len(rendered(body["messages"])) > 300
-        assert isinstance(picked.selector, RunningService)
