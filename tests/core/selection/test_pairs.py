@@ -90,6 +90,13 @@ def test_who_is_too_busy_only_decodes() -> None:
     assert reason(chosen(driven)) == "cached"
     driven.reserve("a", (2, 0), hashes=[91, 92, 93, 94, 95, 96], prefill=None)
     assert reason(chosen(driven, "s")) == "decode_busy"
+    driven = DrivenSelector(queue_threshold=1.0)
+    driven.register(1, worker_role="prefill", max_num_batched_tokens=8)
+    driven.register(2, max_num_batched_tokens=8)
+    hold(driven, 2, 10)
+    driven.reserve("a", (2, 0), hashes=[91], prefill=16)
+    placement = chosen(driven)
+    assert (pair_of(placement), reason(placement)) == ((1, 2), "decode_busy")
 
 
 def test_thresholds_judge_whom_they_concern() -> None:
@@ -186,6 +193,8 @@ def test_a_pair_waits_while_every_prefill_worker_is_above_the_threshold() -> Non
         assert isinstance(
             driven.book(name, hashes=PROMPT, isl_tokens=40, disaggregate="auto"), Waiting
         )
+    asked = driven.request(PROMPT, 40, disaggregate="always")
+    assert pair_of(driven.selector.select_now(driven.partition, asked, driven.now)) == (1, 2)
     plain = driven.book("p", hashes=[92], isl_tokens=4)
     assert isinstance(plain, Placement)
     assert driven.pending() == (2, 80)
@@ -203,6 +212,24 @@ def test_a_pair_waits_while_every_prefill_worker_is_above_the_threshold() -> Non
     assert isinstance(driven.book("e", hashes=PROMPT, disaggregate="always"), Waiting)
     driven.remove(1)  # nobody can prefill it any more
     assert "no_prefill_worker" in str(driven.answers["e"])
+
+
+def test_a_pair_is_a_share_of_what_its_prefill_worker_computes() -> None:
+    driven = DrivenSelector(queue_threshold=1.0, queue_fairness="on")
+    driven.register(1, worker_role="prefill", max_num_batched_tokens=8)
+    driven.register(2, worker_role="decode")
+    shares = driven.partition.shares
+    assert shares is not None
+    driven.reserve("a", (1, 0), hashes=[91], prefill=16)
+    hold(driven, 1, 4)
+    for name in ("b", "c"):
+        driven.book(name, hashes=PROMPT, isl_tokens=40, disaggregate="always")
+    hold(driven, 2, 9)
+    assert reason(chosen(driven, "d")) == "cached"  # while others wait
+    assert shares._shares[""].service == 4
+    driven.selector.reservations.free("a", driven.now)
+    assert pair_of(driven.answers["b"]) == (1, 2)  # type: ignore[arg-type]
+    assert shares._shares[""].service == 4 + 40 - 16
 
 
 def test_each_that_nobody_can_prefill_any_more_is_answered_once() -> None:
