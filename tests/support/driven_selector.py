@@ -206,3 +206,11 @@ class DrivenSelector:
             }
             for entry in inspection.loads(self.selector.catalog, None, None)
         }
+
+
+def fleet_of(*roles: str, **settings: Any) -> DrivenSelector:
+    """Workers 1, 2... of these roles."""
+    driven = DrivenSelector(**settings)
+    for number, role in enumerate(roles, 1):
+        driven.register(number, worker_role=role, total_kv_blocks=100)
+    return driven

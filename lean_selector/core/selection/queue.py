@@ -183,7 +183,7 @@ class Line:
         pinned, allowed, required, role = self.ties
         if not required <= worker.taints:
             return
-        if worker.role != BOTH and worker.role == (DECODE if role == PREFILL else PREFILL):
+        if worker.role == (DECODE if role == PREFILL else PREFILL):
             return
         if pinned is not None:
             if pinned.worker_id != worker.worker_id:

@@ -17,17 +17,9 @@ from lean_selector.core.selection.shapes import (
     PrefillPlacement,
 )
 from lean_selector.core.selection.watch import ChoiceWatch
-from tests.support.driven_selector import DrivenSelector, pack, teach
+from tests.support.driven_selector import DrivenSelector, fleet_of, pack, teach
 
 PROMPT = list(range(1, 11))  # 40 tokens
-
-
-def fleet(*roles: str, **settings: Any) -> DrivenSelector:
-    """Workers 1, 2... of these roles."""
-    driven = DrivenSelector(**settings)
-    for number, role in enumerate(roles, 1):
-        driven.register(number, worker_role=role, total_kv_blocks=100)
-    return driven
 
 
 def hold(driven: DrivenSelector, worker_id: int, blocks: int, tier: Tier = Tier.DEVICE) -> None:
@@ -52,7 +44,7 @@ def reason(placement: Placement) -> str:
 
 
 def test_each_stage_has_its_own_cost() -> None:
-    driven = fleet("prefill", "decode", active_request_weight=0.5)
+    driven = fleet_of("prefill", "decode", active_request_weight=0.5)
     driven.reserve("a", (1, 0), hashes=[91, 92, 93], prefill=8)
     driven.reserve("b", (2, 0), hashes=[94, 95], prefill=16)
     hold(driven, 1, 3)
@@ -76,7 +68,7 @@ def test_each_stage_has_its_own_cost() -> None:
 )
 def test_who_has_most_of_a_prompt_does_both(held: int, most: int, local: bool) -> None:
     """Blocks of lower tiers count as whole ones."""
-    driven = fleet("prefill", "decode", pd_local_max_tokens=most)
+    driven = fleet_of("prefill", "decode", pd_local_max_tokens=most)
     hold(driven, 2, held, Tier.HOST_PINNED)
     placement = chosen(driven)
     assert (reason(placement), placement.worker_id) == ("cached" if local else "uncached", 2)
@@ -85,7 +77,7 @@ def test_who_has_most_of_a_prompt_does_both(held: int, most: int, local: bool) -
 
 
 def test_who_is_too_busy_only_decodes() -> None:
-    driven = fleet("prefill", "decode", decode_busy_threshold=0.15)
+    driven = fleet_of("prefill", "decode", decode_busy_threshold=0.15)
     hold(driven, 2, 10)
     assert reason(chosen(driven)) == "cached"
     driven.reserve("a", (2, 0), hashes=[91, 92, 93, 94, 95, 96], prefill=None)
@@ -101,7 +93,7 @@ def test_who_is_too_busy_only_decodes() -> None:
 
 def test_thresholds_judge_whom_they_concern() -> None:
     """Those of prefill the ones that prefill, those of decode the ones that decode."""
-    driven = fleet("prefill", "decode", "both")
+    driven = fleet_of("prefill", "decode", "both")
     partition = driven.partition
     for number in (1, 2, 3):
         driven.reserve(f"t{number}", (number, 0), hashes=[90 + number], prefill=16)
@@ -120,13 +112,13 @@ def test_thresholds_judge_whom_they_concern() -> None:
 
 
 def test_a_target_without_a_partner_does_both() -> None:
-    driven = fleet("both", "decode")
+    driven = fleet_of("both", "decode")
     placement = chosen(driven, disaggregate="always", target=AffinityTarget(1, None))
     assert (placement.worker_id, reason(placement)) == (1, "no_partner")
 
 
 def test_the_caller_may_bar_a_pair_and_choose_another_to_decode() -> None:
-    driven = fleet("prefill", "decode", "decode")
+    driven = fleet_of("prefill", "decode", "decode")
     placement = chosen(driven, bars_pair="engine_fields")
     assert reason(placement) == "engine_fields"
     assert placement.effective_prefill_tokens == 40
@@ -138,7 +130,7 @@ def test_the_caller_may_bar_a_pair_and_choose_another_to_decode() -> None:
 
 
 def test_without_a_prefill_worker_one_does_all_if_that_is_wanted() -> None:
-    driven = fleet("decode", pd_fallback="local")
+    driven = fleet_of("decode", pd_fallback="local")
     assert reason(chosen(driven)) == "no_prefill_worker"
     driven.register(2, worker_role="prefill")
     barred = chosen(driven, "s", prefill_allowed_worker_ids=frozenset({9}))
@@ -148,7 +140,7 @@ def test_without_a_prefill_worker_one_does_all_if_that_is_wanted() -> None:
 
 def test_what_is_reported_tells_of_whom_it_concerns() -> None:
     """The cached tokens and the time are the leg's, though it ended before."""
-    driven = fleet("prefill", "decode")
+    driven = fleet_of("prefill", "decode")
     hold(driven, 1, 5)
     chosen(driven, disaggregate="always")
     reservations, ranks = driven.selector.reservations, driven.partition.slots.ranks
@@ -164,7 +156,7 @@ def test_what_is_reported_tells_of_whom_it_concerns() -> None:
 
 
 def test_the_prompt_of_a_pair_is_one_hit() -> None:
-    driven = fleet("prefill", "decode")
+    driven = fleet_of("prefill", "decode")
     hold(driven, 1, 5)
     watch = driven.selector.watch = ChoiceWatch()
     chosen(driven, disaggregate="always")
@@ -174,7 +166,7 @@ def test_the_prompt_of_a_pair_is_one_hit() -> None:
 def test_both_are_assumed_to_cache_what_was_booked() -> None:
     """But not the one that failed before its prefill was complete."""
     for outcome, left in ((None, 10), ("failed", 0)):
-        driven = fleet("prefill", "decode", ttl_s=100.0)
+        driven = fleet_of("prefill", "decode", ttl_s=100.0)
         chosen(driven, disaggregate="always")
         index = driven.partition.index
         assert [index.blocks(n, 0, Tier.DEVICE) for n in (1, 2)] == [10, 10]
@@ -266,7 +258,7 @@ def test_a_client_that_gives_up_leaves_no_leg() -> None:
 
 
 def test_ranks_are_ejected_and_slow_among_those_of_their_role() -> None:
-    driven = fleet("prefill", "prefill", "decode", "decode", "decode", "decode")
+    driven = fleet_of("prefill", "prefill", "decode", "decode", "decode", "decode")
     partition, health = driven.partition, driven.selector.health
     for worker_id in (1, 2, 3, 4):
         for _ in range(3):
@@ -284,7 +276,7 @@ def test_ranks_are_ejected_and_slow_among_those_of_their_role() -> None:
 def test_the_pace_of_a_prefill_worker_ends_with_the_leg_and_its_error_with_the_first_token() -> (
     None
 ):
-    driven = fleet("prefill", "decode")
+    driven = fleet_of("prefill", "decode")
     partition, reservations = driven.partition, driven.selector.reservations
     prefill = partition.slots.ranks[1, 0]
     teach(partition, prefill, 1e-3)
@@ -302,7 +294,7 @@ def test_the_pace_of_a_prefill_worker_ends_with_the_leg_and_its_error_with_the_f
 
 
 def test_how_full_each_role_is() -> None:
-    driven = fleet("prefill", "decode")
+    driven = fleet_of("prefill", "decode")
     driven.register(1, worker_role="prefill", max_num_batched_tokens=100)
     driven.reserve("a", (1, 0), isl_tokens=100, prefill=50)
     driven.reserve("b", (2, 0), hashes=list(range(25)), prefill=None)
@@ -311,7 +303,7 @@ def test_how_full_each_role_is() -> None:
 
 
 def test_an_explanation_says_who_has_another_role_or_cannot_be_the_other_one() -> None:
-    driven = fleet("prefill", "decode", "both")
+    driven = fleet_of("prefill", "decode", "both")
     placement = chosen(driven, disaggregate="always", allowed=[3], adds=EXPLANATION)
 
     def why(explanation: Any) -> list[str | None]:
@@ -324,7 +316,7 @@ def test_an_explanation_says_who_has_another_role_or_cannot_be_the_other_one() -
 
 
 def test_projected_loads_of_pairs_have_no_prefill_where_there_is_only_decode() -> None:
-    driven = fleet("prefill", "decode", "both")
+    driven = fleet_of("prefill", "decode", "both")
     prompt, terms = driven.request(PROMPT, 40).prompt, driven.selector.terms
     for in_pairs, tokens in ((False, [40, 40, 40]), (True, [40, 0, 40])):
         rows = potential_loads(driven.partition, prompt, terms, in_pairs=in_pairs)

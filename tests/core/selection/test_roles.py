@@ -6,15 +6,7 @@ import pytest
 
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, Placement
-from tests.support.driven_selector import DrivenSelector
-
-
-def fleet(**roles: str) -> DrivenSelector:
-    """Workers w1, w2... by name, of these roles."""
-    driven = DrivenSelector()
-    for name, role in roles.items():
-        driven.register(int(name[1:]), worker_role=role)
-    return driven
+from tests.support.driven_selector import DrivenSelector, fleet_of
 
 
 def chosen(driven: DrivenSelector, **changes: object) -> set[int]:
@@ -28,7 +20,7 @@ def chosen(driven: DrivenSelector, **changes: object) -> set[int]:
 
 
 def test_a_plain_request_goes_to_who_does_both_or_else_to_who_decodes() -> None:
-    driven = fleet(w1="prefill", w2="decode", w3="decode")
+    driven = fleet_of("prefill", "decode", "decode")
     assert chosen(driven) == {2, 3}
     assert chosen(driven, allowed=[1, 2]) == {2}
     driven.register(4)
@@ -43,7 +35,7 @@ def test_a_plain_request_goes_to_who_does_both_or_else_to_who_decodes() -> None:
 
 
 def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() -> None:
-    driven = fleet(w1="prefill")
+    driven = fleet_of("prefill")
     for changes in ({}, {"allowed": [1]}, {"pin": (1, 0)}):
         with pytest.raises(Unavailable, match="no worker has the role both or decode"):
             driven.submit("s", driven.request([], 16, **changes))
@@ -57,7 +49,7 @@ def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() ->
 
 def test_the_healthy_go_before_those_that_do_both() -> None:
     """An ejected worker is a candidate only where all others are ejected, too."""
-    driven = fleet(w1="both", w2="decode", w3="prefill")
+    driven = fleet_of("both", "decode", "prefill")
     for _ in range(3):
         driven.selector.health.record_outcome(1, None, "failed", driven.now)
     assert chosen(driven) == chosen(driven, allowed=[1, 2]) == {2}
@@ -66,7 +58,7 @@ def test_the_healthy_go_before_those_that_do_both() -> None:
 
 
 def test_of_roles_that_nobody_has_the_catalog_tells() -> None:
-    catalog = (driven := fleet()).selector.catalog
+    catalog = (driven := fleet_of()).selector.catalog
     seen = []
     for worker_id, role in ((1, "both"), (1, "prefill"), (2, "decode"), (1, "decode"), (3, "both")):
         driven.register(worker_id, worker_role=role)
@@ -76,7 +68,7 @@ def test_of_roles_that_nobody_has_the_catalog_tells() -> None:
 
 def test_pairs_are_asked_for_where_roles_are_apart() -> None:
     """Also after the last prefill worker has gone; and whoever is there, if the gateway says so."""
-    driven = fleet(w1="both")
+    driven = fleet_of("both")
     asked = []
     for worker_id, role in ((2, "prefill"), (2, "decode"), (1, "decode"), (3, "both")):
         driven.register(worker_id, worker_role=role)
