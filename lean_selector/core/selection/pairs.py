@@ -22,7 +22,7 @@ from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.reservations import Reservations, leg_of
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
-from lean_selector.core.selection.scheduler import eligible
+from lean_selector.core.selection.scheduler import eligible, free_ranks
 from lean_selector.core.selection.shapes import (
     AUTO,
     DECODE,
@@ -60,8 +60,6 @@ class Chooser(Protocol):
     def reservations(self) -> Reservations: ...
     @property
     def pairs(self) -> dict[str, int]: ...
-
-    def free_ranks(self, partition: Partition, request: SelectionRequest) -> int: ...
 
     def choose(
         self,
@@ -108,7 +106,7 @@ class Pairing:
         selector, partition, request = self._selector, self._partition, self._request
         alone = copy(request)
         alone.role, alone.disaggregate = DECODE, NEVER
-        decoding = selector.free_ranks(partition, alone)
+        decoding = free_ranks(partition, alone)
         if request.after_prefill:
             alone.terms = decode_terms(request.terms)
             placement = self._keep(alone, self._choose(alone, decoding))

@@ -16,11 +16,20 @@ from lean_selector.core.selection.shapes import (
 )
 
 
-def check_pin(request: SelectionRequest) -> None:
-    """Raise BadRequest if the pinned worker is not among the request's allowed workers."""
+def free_ranks(partition: Partition, request: SelectionRequest) -> int:
+    """Return the ranks that may serve a request now. Raises BadRequest (the pin contradicts the
+    allowed workers or the target), Unavailable, or AllWorkersBusy, which is counted."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
-    if pinned is not None and allowed is not None and pinned.worker_id not in allowed:
-        raise BadRequest(f"pinned worker {pinned.worker_id} is not in allowed worker set")
+    if pinned is not None:
+        if allowed is not None and pinned.worker_id not in allowed:
+            raise BadRequest(f"pinned worker {pinned.worker_id} is not in allowed worker set")
+        if request.target is not None:
+            check_target(partition, request)
+    try:
+        return not_busy(partition, request, eligible(partition, request))
+    except AllWorkersBusy:
+        partition.count_shed(request.asked_at)
+        raise
 
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:

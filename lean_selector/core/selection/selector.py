@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lean_selector.core.errors import AllWorkersBusy, Conflict, SelectorError, TooLate
+from lean_selector.core.errors import Conflict, SelectorError, TooLate
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds
@@ -26,9 +26,8 @@ from lean_selector.core.selection.queue import CallLater, CallSoon, Line, Queue,
 from lean_selector.core.selection.reservations import Reservations
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
 from lean_selector.core.selection.scheduler import (
-    check_pin,
-    check_target,
     eligible,
+    free_ranks,
     least_left_to_prefill,
     least_ttft_s,
     not_busy,
@@ -242,7 +241,7 @@ class Selector:
             room.advance(now)
         if request.disaggregate != NEVER or request.after_prefill:
             return self._select_pair(partition, request, now, waits=True)
-        ranks = self.free_ranks(partition, request)
+        ranks = free_ranks(partition, request)
         if room is not None:
             ranks, is_next = queue.may_pass(room, ranks)
             if not is_next:
@@ -295,7 +294,7 @@ class Selector:
             found = self._select_pair(partition, request, now, waits=False)
             assert isinstance(found, Placement), "it does not wait"
             return found
-        ranks = self.free_ranks(partition, request)
+        ranks = free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         choice = self.choose(partition, request, ranks, matches, now)
         return self.keep(partition, request, choice, matches, now)
@@ -323,19 +322,6 @@ class Selector:
         if partition.shares is not None:
             partition.shares.charge(request, placement)
         return placement
-
-    def free_ranks(self, partition: Partition, request: SelectionRequest) -> int:
-        """Return the ranks that may serve the request. Raises BadRequest, Unavailable, or
-        AllWorkersBusy, which is counted."""
-        if request.pinned is not None:
-            check_pin(request)
-            if request.target is not None:
-                check_target(partition, request)
-        try:
-            return not_busy(partition, request, eligible(partition, request))
-        except AllWorkersBusy:
-            partition.count_shed(request.asked_at)
-            raise
 
     def choose(
         self,
