@@ -3,15 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from lean_selector.api.access import WRITE, AccessTokens
 from lean_selector.api.exposition import Families, Sample, labels, table
 from lean_selector.app.gateway_routes import GatewayRoutes
-from lean_selector.app.host import StartError, os_reason
+from lean_selector.app.host import HttpServer
 from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.selector_parts import SelectorCore
+from lean_selector.app.service_flags import ListenFlags
 from lean_selector.core.selection.shapes import PICKER
 from lean_selector.epp.connection import MAX_CONNECTIONS, PickerConnection
 from lean_selector.epp.picking import EVENTS, Addresses, Picker
@@ -20,17 +20,13 @@ from lean_selector.gateway.placing import Chooser
 from lean_selector.gateway.route import SHED
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.connections import Connections
-from lean_selector.http.listener import Listener, inet_socket
 from lean_selector.parts import Part
-
-if TYPE_CHECKING:
-    from lean_selector.app.server_tls import ServerTls
 
 log = logging.getLogger("lean_selector.epp")
 
 
 class EndpointPicker(Part):
-    """Serves ext_proc and health checks, until `close`."""
+    """Serves ext_proc and health checks, once `server` was started, until `close`."""
 
     def __init__(
         self,
@@ -39,7 +35,6 @@ class EndpointPicker(Part):
         routes: GatewayRoutes,
         tokens: AccessTokens | None,
     ) -> None:
-        """Binds the port. Raises StartError."""
         flags = config.picker
         assert flags.port is not None
         assert routes.prompts is not None
@@ -59,9 +54,7 @@ class EndpointPicker(Part):
         self._touch_after_s = config.reservations.touch_after_s
         self._touched_at = time.monotonic()
         loop = asyncio.get_running_loop()
-        self._connections = Connections(loop.call_soon, max_connections=MAX_CONNECTIONS)
-        self._connections.sweep(self._touched_at)
-        self._tls: ServerTls | None = None
+        connections = Connections(loop.call_soon, max_connections=MAX_CONNECTIONS)
         state, catalog = core.state, core.selector.catalog
 
         def is_ready() -> bool:  # as GET /ready
@@ -74,38 +67,26 @@ class EndpointPicker(Part):
             return ExtProcStream(channel, self._picker, credential)
 
         def new_connection() -> asyncio.Protocol:
-            return PickerConnection(self._connections, new_stream, is_ready, may_write)
+            return PickerConnection(connections, new_stream, is_ready, may_write)
 
-        door: Callable[[], asyncio.Protocol] = new_connection
-        try:
-            if flags.tls is not None:
-                from lean_selector.app import server_tls
-
-                self._tls = server_tls.ServerTls(
-                    flags.tls, self._connections, new_connection, "h2", "--epp-tls"
-                )
-                door = self._tls.new_connection
-            bound = inet_socket(flags.host, flags.port)
-        except ValueError as error:
-            raise StartError(str(error)) from None
-        except OSError as error:
-            where = f"{flags.host}:{flags.port} (--epp-port)"
-            raise StartError(f"{os_reason(error)}: {where}") from None
-        self._listener = Listener(bound, door, self._connections)
-        self._where = {"host": flags.host, "port": bound.getsockname()[1]}
-
-    def start(self) -> None:
-        self._listener.start()
-        fields = {**self._where, **({} if self._tls is None else {"tls": "on"})}
-        log.info("listening for gateways", extra=fields)
+        listen = ListenFlags(
+            port=flags.port, host=flags.host, tls_cert=flags.tls_cert, tls_key=flags.tls_key
+        )
+        self.server = HttpServer(
+            new_connection,
+            connections,
+            listen,
+            "endpoint picker",
+            port_flag="--epp-port",
+            tls_flags="--epp-tls",
+            spoken="h2",
+        )
 
     def tick(self, now: float) -> None:
         picker = self._picker
         picker.rotation.ejected = picker.fleet.ejected()
         picker.addresses.tick(now)
-        self._connections.sweep(now)
-        if self._tls is not None:
-            self._tls.reload(again=False)
+        self.server.sweep(now)
         if now - self._touched_at >= self._touch_after_s:
             self._touched_at = now
             for stream in picker.live:
@@ -118,10 +99,9 @@ class EndpointPicker(Part):
     def close(self) -> None:
         if self._picker.live:
             log.warning("streams of gateways were reset", extra={"streams": len(self._picker.live)})
-        self._listener.close()
-        for connection in list(self._connections.open):
+        for connection in list(self.server.connections.open):
             connection.turn_away("stopping")
-        self._connections.abort()
+        self.server.abort()
         self._picker.addresses.close()
 
     def families(self) -> Families:

@@ -6,6 +6,7 @@ of the selector's API, which keeps answering until the gateway has finished its 
 import asyncio
 import importlib
 import time
+from functools import partial
 from typing import Any
 
 from lean_selector.api import logs
@@ -136,11 +137,9 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     handler = front.handler
     handler.own = own
     api = HttpServer(
-        own,
+        partial(protocol_of(config.selector), own, behind),
         behind,
         config.selector.listen,
-        "lean-selector",
-        protocol_of(config.selector),
         port_flag="--selector-port",
     )
     parts.add(Api(api))
@@ -150,7 +149,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     )
     faced = Connections(call_soon, limits, max_connections=most, refusal=http_refusal)
     app = handler if tokens is None else guarded(handler, tokens, front.counts, faced)
-    server = HttpServer(app, faced, config.listen, "gateway", StreamingProtocol)
+    server = HttpServer(partial(StreamingProtocol, app, faced), faced, config.listen, "gateway")
     if tokens is not None:
         server.watch(tokens.reload)
     await api.start()

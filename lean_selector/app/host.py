@@ -26,7 +26,6 @@ from lean_selector.app.service_flags import ListenFlags, ServiceConfig, TlsFiles
 from lean_selector.build_info import form
 from lean_selector.http.connections import Connections
 from lean_selector.http.listener import Listener, UnixPath, inet_socket
-from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
 from lean_selector.parts import Part
 from lean_selector.tasks import failed, failures, watch_process
@@ -177,16 +176,18 @@ def new_zmq_context() -> zmq.asyncio.Context:
 
 @dataclass(eq=False)
 class HttpServer:
-    """Listens on TCP, optionally also on a UNIX socket, and serves one app until it is stopped.
+    """Listens on TCP, optionally also on a UNIX socket, until it is stopped.
 
-    `name` is for the log. If the port cannot be bound, the error names `port_flag`."""
+    `new_protocol` makes the protocol object of a connection. `name` is for the log. Errors name
+    `port_flag`, or flags that begin with `tls_flags`. `spoken` is the protocol that ALPN names."""
 
-    app: App
+    new_protocol: Callable[[], asyncio.Protocol]
     connections: Connections
     listen: ListenFlags
     name: str = "lean-selector"
-    new_protocol: type[HttpProtocol] = HttpProtocol
     port_flag: str = "--port"
+    tls_flags: str = "--tls"
+    spoken: str = "http/1.1"
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -201,7 +202,7 @@ class HttpServer:
         date_header.set(time.time())
         self.connections.sweep(time.monotonic())
         listen = self.listen
-        tcp_protocol: Callable[[], asyncio.Protocol] = self._protocol
+        tcp_protocol = self.new_protocol
         if listen.tls is not None:
             tls = self._server_tls(listen.tls)
             self.watch(tls.reload)
@@ -220,7 +221,7 @@ class HttpServer:
             except OSError as error:
                 tcp.close()
                 raise StartError(f"{os_reason(error)}: {listen.uds} (--uds)") from None
-            self._listeners.append(Listener(unix, self._protocol, self.connections, path))
+            self._listeners.append(Listener(unix, self.new_protocol, self.connections, path))
         for listener in self._listeners:
             listener.start()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -234,12 +235,11 @@ class HttpServer:
         from lean_selector.app.server_tls import ServerTls
 
         try:
-            return ServerTls(files, self.connections, self._protocol)
+            return ServerTls(
+                files, self.connections, self.new_protocol, self.spoken, self.tls_flags
+            )
         except ValueError as error:
             raise StartError(str(error)) from None
-
-    def _protocol(self) -> HttpProtocol:
-        return self.new_protocol(self.app, self.connections)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lean_selector.app.flags import flag
 from lean_selector.app.selector_flags import SelectorConfig
-from lean_selector.app.service_flags import TlsFiles, path
+from lean_selector.app.service_flags import path
 
 _NEEDS = ("--epp-port",)
 
@@ -34,12 +34,6 @@ class PickerFlags:
     def __post_init__(self) -> None:
         if self.port is None and self.tls_cert is not None:
             raise ValueError("--epp-tls-cert requires --epp-port")
-
-    @property
-    def tls(self) -> TlsFiles | None:
-        if self.tls_cert is None or self.tls_key is None:
-            return None
-        return TlsFiles(self.tls_cert, self.tls_key, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Everything runs on one uvloop loop in one thread."""
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -171,16 +172,21 @@ async def _selector(config: SelectorServiceConfig, log_state: logs.LogState) -> 
     context = new_zmq_context()
     parts = SelectorParts(config, context)
     routes, meters = parts.add_gateway_routes(tokens), list[RouteMeter]()
+    picker: EndpointPicker | None = None
     if config.picker.port is not None:
         assert routes is not None
-        meters.append(parts.add(_endpoint_picker(config, parts, routes, tokens)).chooser.meter)
+        picker = parts.add(_endpoint_picker(config, parts, routes, tokens))
+        meters.append(picker.chooser.meter)
     connections = Connections(
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
     app = selector_app(parts, connections, log_state, tokens=tokens, meters=meters)
-    server = HttpServer(app, connections, config.listen, new_protocol=protocol_of(config))
+    new_protocol = partial(protocol_of(config), app, connections)
+    server = HttpServer(new_protocol, connections, config.listen)
     if tokens is not None:
         server.watch(tokens.reload)
+    if picker is not None:
+        await picker.server.start()
     await server.start()
     await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)

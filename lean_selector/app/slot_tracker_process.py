@@ -1,6 +1,7 @@
 """Composes the slot tracker of its parts, and runs it."""
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -26,6 +27,7 @@ from lean_selector.app.service_flags import TrackerConfig
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.links.links import Links
 from lean_selector.parts import Part, Parts
 
@@ -119,7 +121,8 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
         tokens=tokens,
         connections=connections,
     )
-    server = HttpServer(app, connections, config.listen, name="lean-slot-tracker")
+    new_protocol = partial(HttpProtocol, app, connections)
+    server = HttpServer(new_protocol, connections, config.listen, "lean-slot-tracker")
     if tokens is not None:
         server.watch(tokens.reload)
     await server.start()

@@ -11,6 +11,7 @@ SERVICE = """
 import asyncio, dataclasses, sys
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import encode_response
 from lean_selector.app import host
 from lean_selector.parts import Part
@@ -39,7 +40,7 @@ def app(request):
 
 async def serve(log_state):
     connections = Connections(asyncio.get_running_loop().call_soon, Limits(), max_connections=10)
-    server = host.HttpServer(app, connections, listen)
+    server = host.HttpServer(lambda: HttpProtocol(app, connections), connections, listen)
     await server.start()
     print(server._listeners[0]._socket.getsockname()[1], flush=True)
     await server.serve(Ticking())
