@@ -240,8 +240,7 @@ class Chooser:
         allowed = routed.worker_ids
         if avoided or doubted:
             left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
-            serving = partition.everyone & ~partition.draining
-            usable = partition.ranks_of(left - doubted) & partition.usable(serving, PREFILL)
+            usable = partition.ranks_of(left - doubted) & partition.usable(PREFILL)
             allowed = left - doubted if usable else left
         request.prefill_allowed_worker_ids = allowed
 

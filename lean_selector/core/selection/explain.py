@@ -165,7 +165,7 @@ def _why_not(
     if not request.required_taints <= worker.taints:
         return "taint"
     mask, role, room = load.mask, request.role, partition.queue.room
-    if not mask & partition.usable(partition.everyone & ~partition.draining, role):
+    if not mask & partition.usable(role):
         if mask & partition.draining:
             return "draining"
         return "ejected" if mask & partition.ejected else "role"

@@ -64,9 +64,7 @@ def saturation(partition: Partition, target_ttft_s: float = math.inf, role: str 
     as waiting prefill, in equal parts. With `target_ttft_s`, a rank is at least as full as the time
     of its waiting prefill, estimated if its speed is known, is to this. Return 2 if requests wait
     and there is no rank for them. `role`: only of the ranks for this part of requests."""
-    queue, candidates = partition.queue, partition.candidates
-    if role != BOTH:
-        candidates = partition.usable(partition.everyone & ~partition.draining, role)
+    queue, candidates = partition.queue, partition.usable(role)
     ranks = candidates.bit_count()
     if not ranks:
         return 2.0 if len(queue) else 0.0

@@ -269,8 +269,7 @@ def prefill_of(request: SelectionRequest) -> SelectionRequest:
 def _why_none(partition: Partition, usable: int) -> str:
     if usable:
         return NO_PARTNER
-    serving = partition.everyone & ~partition.draining
-    return NOT_ALLOWED if partition.usable(serving, PREFILL) else NO_PREFILL
+    return NOT_ALLOWED if partition.usable(PREFILL) else NO_PREFILL
 
 
 def _pairable(partition: Partition, decoding: int, prefilling: int) -> int:

@@ -215,8 +215,7 @@ class Partition:
         for key in self.health.out:
             ejected |= ranks[key].mask
         self.ejected = ejected
-        serving = self.everyone & ~self.draining
-        candidates = self.usable(serving, BOTH)
+        candidates = self.usable(BOTH)
         if candidates == self.candidates and not self.has_roles:
             return False
         self.candidates = candidates
@@ -224,7 +223,7 @@ class Partition:
         if room is not None:
             room.avoided = self.everyone & ~candidates
             room.avoided_by_role = {
-                role: self.everyone & ~self.usable(serving, role) for role in (PREFILL, DECODE)
+                role: self.everyone & ~self.usable(role) for role in (PREFILL, DECODE)
             }
             # Queued requests may be eligible for other ranks now.
             room.came_free |= self.everyone
@@ -236,10 +235,11 @@ class Partition:
     def has_roles(self) -> bool:
         return self.prefill_only | self.decode_only != 0
 
-    def usable(self, serving: int, role: str) -> int:
-        """Return those of `serving`, ranks that are not draining, that may do this part of a
-        request. Ejected ranks are included only if there are no others. For a whole request (role
+    def usable(self, role: str, among: int = -1) -> int:
+        """Return those of the ranks `among` that may do this part of a request. Draining ranks may
+        not, and ejected ranks are included only if there are no others. For a whole request (role
         `both`), ranks that only decode are included only if there are no others."""
+        serving = among & self.everyone & ~self.draining
         healthy = serving & ~self.ejected
         if role == PREFILL:
             own = ~self.decode_only

@@ -38,7 +38,7 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
     pinned, allowed, role = request.pinned, request.allowed_worker_ids, request.role
     if pinned is None and allowed is None and not request.required_taints and role == BOTH:
         return partition.candidates
-    ranks = partition.everyone & ~partition.draining
+    ranks = -1
     if pinned is not None:
         load = partition.slots.ranks.get((pinned.worker_id, pinned.dp_rank))
         ranks &= 0 if load is None else load.mask
@@ -46,7 +46,7 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
         ranks &= partition.ranks_of(allowed)
     for taint in request.required_taints:
         ranks &= partition.tainted.get(taint, 0)
-    return partition.usable(ranks, role)
+    return partition.usable(role, ranks)
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
@@ -171,7 +171,7 @@ def check_session(
     if binding is None or binding.is_at(worker_id, dp_rank):
         return
     own = ranks_named(partition, binding.worker_id, binding.dp_rank)
-    if not own & partition.usable(partition.everyone & ~partition.draining, DECODE):
+    if not own & partition.usable(DECODE):
         return  # the rank was removed or ejected: bind the session anew
     sessions.refuse(session_id)
     if binding.worker_id != worker_id:
