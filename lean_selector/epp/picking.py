@@ -18,8 +18,7 @@ from lean_selector.core.errors import BadRequest, SelectorError, Unavailable, Un
 from lean_selector.core.health.ejections import FAILED
 from lean_selector.epp.messages import Header
 from lean_selector.gateway.fleet import GatewayFleet
-from lean_selector.gateway.headers import QueueHeaders, new_id, session_of
-from lean_selector.gateway.model_request import session_id_of
+from lean_selector.gateway.headers import QueueHeaders, new_id, read_session
 from lean_selector.gateway.placing import Chooser, NoPair, NotChosen, Shed, peeked_model
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.gateway.route import OF_PREFILL, SHED, prefill_headers, refusal_fields
@@ -248,9 +247,7 @@ class Picker:
         request.awaits_prompt = False
         if self.queue_headers is not None:
             self.queue_headers.read(routed, request.section, request.credential)
-        session = session_of(request.section)
-        if session is not None and routed.session_id is None:
-            routed.session_id = session_id_of(session)
+        read_session(routed, request.section)
         if among is not None:
             ids = self.fleet.ids_of(among)
             routed.worker_ids = ids if routed.worker_ids is None else routed.worker_ids & ids

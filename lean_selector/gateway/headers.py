@@ -17,6 +17,7 @@ from msgspec import UnsetType
 from lean_selector.api.access import AccessTokens
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.shapes import Disaggregated
+from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.response import encode_response
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
@@ -101,10 +102,10 @@ def request_id_of(section: bytes) -> bytes | None:
     return None if found is None else found[1]
 
 
-def session_of(section: bytes) -> str | None:
-    """Return the session id that the client sent, if it is a single word."""
-    found = _SESSION.search(section)
-    return None if found is None else found[1].decode("ascii")
+def read_session(routed: Routed, section: bytes) -> None:
+    """Sets the session id that the client sent, if it is a single word, and the body has none."""
+    if routed.session_id is None and (found := _SESSION.search(section)) is not None:
+        routed.session_id = session_id_of(found[1].decode("ascii"))
 
 
 def _line(name: str) -> re.Pattern[bytes]:

@@ -46,10 +46,9 @@ from lean_selector.gateway.headers import (
     RETRY_AFTER,
     QueueHeaders,
     pair_text,
+    read_session,
     retry_after,
-    session_of,
 )
-from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import NO_PARAMS, Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
@@ -409,9 +408,7 @@ class Placing:
                 request.body = b""  # `routed.body` is forwarded instead
                 if self.queue_headers is not None:
                     self.queue_headers.read(proxied.routed, request.section, request.credential)
-                session = session_of(request.section)
-                if session is not None and proxied.routed.session_id is None:
-                    proxied.routed.session_id = session_id_of(session)
+                read_session(proxied.routed, request.section)
             except BadRequest as error:
                 proxied.fail(400, error.message, "invalid_request")
                 return
