@@ -74,6 +74,7 @@ log = logging.getLogger("lean_selector.gateway")
 
 # An engine whose core has died answers all requests so.
 _ERRORS: Final = frozenset({500, 502})
+_NOWHERE: Final = frozenset[str]()
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_KEPT_BYTES: Final = 8 << 20  # of an answer that is kept; a longer one is a failure
@@ -120,7 +121,7 @@ class ProxiedRequest:
 
     # Of requests that a pair of workers serves.
     held: HeldBlocks | None = None  # for the decode worker that has the request, or will have it
-    doubted: frozenset[str] = frozenset()  # endpoints of which one failed it, or another of them
+    doubted: frozenset[str] = _NOWHERE  # endpoints of which one failed it, or another of them
     pair_reason: str = ""  # whether a pair serves it, and why
 
     is_stale: bool = False  # the kept connection to the worker had just been closed
