@@ -211,7 +211,10 @@ class ModelRequest:
     @property
     def answers(self) -> int:
         """The number of answers that the client requests."""
-        given = bytes(self.fields.get("n", b"1"))
+        raw = self.fields.get("n")
+        if raw is None:
+            return 1
+        given = bytes(raw)
         return max(1, int(given)) if given.isdigit() and len(given) < 4 else 1
 
     @property
@@ -272,8 +275,8 @@ class ModelRequest:
         if not self.has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-            given = bytes(self.fields.get(name, b""))
-            if given.isdigit() and len(given) < 10:
+            raw = self.fields.get(name)
+            if raw is not None and (given := bytes(raw)).isdigit() and len(given) < 10:
                 return int(given)
         return None
 
