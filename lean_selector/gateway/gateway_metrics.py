@@ -47,28 +47,6 @@ class RetryBudget:
         return True
 
 
-class PairTimes:
-    """Durations of requests that a prefill worker and a decode worker served, in seconds."""
-
-    def __init__(self) -> None:
-        self.prefill = Histogram(FIRST_BYTE_BOUNDS_S)  # the prefill worker's whole answer
-        # From there to the first token of a stream: the fetching of blocks, and one step.
-        self.transfer = Histogram(FIRST_BYTE_BOUNDS_S)
-        self.first_token = Histogram(FIRST_BYTE_BOUNDS_S)  # of a stream, from the request
-
-    def rows(self) -> list[tuple[str, tuple[float, ...], list[int], float]]:
-        stages = {
-            "prefill": self.prefill,
-            "transfer": self.transfer,
-            "first_token": self.first_token,
-        }
-        return [
-            (labels(stage=stage), each.bounds, each.buckets, each.total)
-            for stage, each in stages.items()
-            if each.total
-        ]
-
-
 class Counts:
     """The gateway's counters since the process started, and the number of `active` requests."""
 
@@ -93,7 +71,12 @@ class Counts:
         self.compared_cached_tokens = 0
         self.compared_prompt_tokens = 0
         self.first_byte = Histogram(FIRST_BYTE_BOUNDS_S)
-        self.pairs = PairTimes()
+        # Of requests that a pair served: the prefill worker's whole answer; from there to the first
+        # token of a stream (the fetching of blocks, and one step); from the request to that token.
+        self.pair_stages: Final = {
+            stage: Histogram(FIRST_BYTE_BOUNDS_S)
+            for stage in ("prefill", "transfer", "first_token")
+        }
         self.genai = GenAiMetrics()
 
 
@@ -148,5 +131,9 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
     ), HistogramFamily(
         "lean_selector_gateway_pair_seconds",
         "Of requests served by a pair: the prefill worker's answer, then the first token.",
-        counts.pairs.rows,
+        lambda: [
+            (labels(stage=stage), each.bounds, each.buckets, each.total)
+            for stage, each in counts.pair_stages.items()
+            if each.total
+        ],
     ), *counts.genai.families()]  # fmt: skip

@@ -134,11 +134,8 @@ class QueueHeaders:
     ) -> None:
         """`fairness`, `priority`: names of headers. `trusts`: without tokens, every request may be
         urgent. `by_name`: tokens are those of clients, so their names come before the header."""
-        self._fairness, self._priority, self._priority_name = (
-            _line(fairness),
-            _line(priority),
-            priority,
-        )
+        self._fairness, self._priority = _line(fairness), _line(priority)
+        self._priority_name = priority
         self._tokens, self._trusts, self._by_name = tokens, trusts, by_name
 
     def read(self, routed: Routed, section: bytes, credential: bytes | None) -> None:

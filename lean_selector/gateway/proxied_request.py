@@ -468,7 +468,7 @@ class ProxiedRequest:
             return
         now, cached = monotonic(), reader.usage.cached_tokens
         self.held = HeldBlocks(leg, params, self._sent_at, now, cached)
-        self._counts.pairs.prefill.add(now - self._sent_at)
+        self._counts.pair_stages["prefill"].add(now - self._sent_at)
         leg.prefill_complete()
         leg.end(OK, cached)
         if cached is not None:
@@ -573,8 +573,8 @@ class ProxiedRequest:
         sent_at, held = self._sent_at, self.held
         if held is not None:
             sent_at = held.sent_at
-            self._counts.pairs.transfer.add(now - held.answered_at)
-            self._counts.pairs.first_token.add(now - self._began)
+            self._counts.pair_stages["transfer"].add(now - held.answered_at)
+            self._counts.pair_stages["first_token"].add(now - self._began)
         self.use.prefill_complete(now - sent_at)
 
     def _own_lines(self) -> bytes:

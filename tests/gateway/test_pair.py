@@ -66,8 +66,7 @@ def test_a_pair_is_served_by_both_and_its_legs_end_when_they_do() -> None:
     assert {b"x-lean-worker: http://w2:1", b"x-lean-prefill-worker: http://w1:1"} <= set(head)
     counts = errand.of._counts
     assert (counts.compared_cached_tokens, counts.compared_prompt_tokens) == (48, 96)
-    rows = {labels: sum(buckets) for labels, _, buckets, _ in counts.pairs.rows()}
-    assert rows == {f'{{stage="{each}"}}': 1 for each in ("prefill", "transfer", "first_token")}
+    assert [sum(each.buckets) for each in counts.pair_stages.values()] == [1, 1, 1]
 
 
 def test_what_the_decode_worker_says_of_cached_tokens_is_not_compared() -> None:
