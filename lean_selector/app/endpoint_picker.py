@@ -100,7 +100,8 @@ class EndpointPicker(Part):
         if self._picker.live:
             log.warning("streams of gateways were reset", extra={"streams": len(self._picker.live)})
         for connection in list(self.server.connections.open):
-            connection.turn_away("stopping")
+            if isinstance(connection, PickerConnection):
+                connection.go_away()
         self.server.abort()
         self._picker.addresses.close()
 

@@ -279,7 +279,7 @@ class PickerConnection(asyncio.Protocol):
             if age_s > MAX_STUCK_S:
                 self.abort()
         elif not self._streams and age_s > limit_s:
-            self.go_away(ErrorCodes.NO_ERROR)
+            self.go_away()
 
     def turn_away(self, reason: str) -> None:
         log.warning("a connection of a gateway is closed: %s", reason)
@@ -423,7 +423,7 @@ class PickerConnection(asyncio.Protocol):
         if not (self._is_reading or self._is_closing) and (data := self.h2.data_to_send()):
             self._transport.write(data)
 
-    def go_away(self, code: ErrorCodes) -> None:
+    def go_away(self, code: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
         """Resets the streams that are open, and closes the connection."""
         if self._is_closing:
             return

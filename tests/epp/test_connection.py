@@ -41,6 +41,17 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     )
 
 
+def frames_in(data: bytes | bytearray) -> list[tuple[int, int, int, bytes]]:
+    """(kind, flags, stream, payload) of each."""
+    found, at = [], 0
+    while at < len(data):
+        size = int.from_bytes(data[at : at + 3], "big")
+        stream = int.from_bytes(data[at + 5 : at + 9], "big")
+        found.append((data[at + 3], data[at + 4], stream, bytes(data[at + 9 : at + 9 + size])))
+        at += 9 + size
+    return found
+
+
 def head(path: str = PROCESS, *more: tuple[str, str]) -> bytes:
     headers = [
         (":method", "POST"),
@@ -137,14 +148,7 @@ class Peer:
         return self
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
-        """(kind, flags, stream, payload) of what was sent to it."""
-        found, data, at = [], self.transport.written, 0
-        while at < len(data):
-            size = int.from_bytes(data[at : at + 3], "big")
-            stream = int.from_bytes(data[at + 5 : at + 9], "big")
-            found.append((data[at + 3], data[at + 4], stream, bytes(data[at + 9 : at + 9 + size])))
-            at += 9 + size
-        return found
+        return frames_in(self.transport.written)
 
     def payload(self, kind: int) -> list[bytes]:
         return [payload for each, _, _, payload in self.frames() if each == kind]
@@ -377,7 +381,7 @@ def test_a_peer_that_takes_nothing_is_dropped(is_closed: bool) -> None:
     peer = Peer().sends(OPEN)
     peer.of.pause_writing()
     if is_closed:
-        peer.of.turn_away("stopping")
+        peer.of.go_away()
     peer.connections.sweep(100.0 + under_test.MAX_STUCK_S)
     assert not peer.transport.is_aborted
     peer.connections.sweep(100.1 + under_test.MAX_STUCK_S)
@@ -399,7 +403,7 @@ def test_other_work_of_the_loop_comes_between() -> None:
 
 def test_a_drain_resets_what_is_open() -> None:
     peer = Peer().sends(OPEN)
-    peer.of.turn_away("stopping")
+    peer.of.go_away()
     kinds = [kind for kind, _, _, _ in peer.frames()]
     assert kinds[-2:] == [RESET, GOAWAY]
     assert peer.was_closed()

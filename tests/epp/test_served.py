@@ -16,7 +16,7 @@ import pytest
 from lean_selector.epp.connection import EXT_PROC
 from loadtest.child_service import free_port, rss_mb
 from tests.epp.envoy_messages import pb
-from tests.epp.test_connection import ATTACKS, GREETING
+from tests.epp.test_connection import ATTACKS, GOAWAY, GREETING, OPEN, RESET, frames_in
 from tests.support.certificates import Authority
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, wait_until
@@ -198,7 +198,12 @@ def test_the_workers_of_a_tenant_are_chosen_by_their_addresses() -> None:
 
 def test_a_drain_says_so_first_and_resets_what_is_left() -> None:
     served = Served("--drain-secs", "1")
-    with served.selector, served.channel() as channel, served.channel() as other:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(served.selector)
+        channel, other = (stack.enter_context(served.channel()) for _ in range(2))
+        address = "127.0.0.1", served.port
+        raw_one = stack.enter_context(socket.create_connection(address, timeout=60))
+        raw_one.sendall(GREETING + OPEN)
         assert served.selector.request("POST", "/workers", WORKER)[0] == 201
         with held(channel) as call:
             assert health(other, READINESS) == b"\x08\x01"
@@ -208,7 +213,12 @@ def test_a_drain_says_so_first_and_resets_what_is_left() -> None:
                 next(call)
             assert reset.value.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
         served.selector.process.wait(60)
-        assert re.search(r"streams of gateways were reset.*streams\W+1", served.selector.log())
+        assert re.search(r"streams of gateways were reset.*streams\W+2", served.selector.log())
+        told = b""
+        while more := raw_one.recv(1 << 16):
+            told += more
+        *_, last, goaway = frames_in(told)
+        assert (last[0], goaway[0], goaway[3][4:8]) == (RESET, GOAWAY, b"\0\0\0\0")
 
 
 @pytest.mark.parametrize("name", ATTACKS)
