@@ -94,14 +94,12 @@ def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
     return (
         Route("GET", "/ui", OPEN, "looking", "The page that shows all this to people",
             lambda: page().ui(), gives=str, media="text/html; charset=utf-8"),
-        Route("GET", "/events", READ, "looking",
-            "What the page shows, once or twice a second: server-sent events `fleet`, whose data "
-            "is that of `GET /fleet` as far as it changed, with the last choices",
-            lambda request, param: page().events.answer(request), is_raw=True,
-            gives=str, media="text/event-stream"),
         Route("GET", "/fleet", READ, "looking",
             "Each rank's state, load and sums, and what is wrong, as `lean-selector check` has it",
             lambda: page().fleet.answer(at_once=False), gives=Fleet),
+        Route("GET", "/choices", READ, "looking",
+            "The last choices and their reasons, collected while somebody asks for them",
+            lambda: page().choices(), gives=dict),
         Route("GET", "/prefixes", READ, "looking",
             "The runs of blocks that weigh most in each index, from a prompt's start: at most 200",
             lambda: page().prefixes.answer(at_once=False), gives=list[PrefixTree]),

@@ -13,8 +13,8 @@ import msgspec
 from lean_selector.api.access import OPEN, READ, AccessTokens, Role, refusal_of
 from lean_selector.api.bodies import shape_fault
 from lean_selector.api.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
-from lean_selector.api.replies import INTERNAL_ERROR, LaterReply, reply, sent
-from lean_selector.api.routes import Route, Run, Served
+from lean_selector.api.replies import INTERNAL_ERROR, Answer, LaterReply, reply, sent
+from lean_selector.api.routes import Route, Run
 from lean_selector.core.errors import AllWorkersBusy, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import Response, status_of
@@ -62,12 +62,12 @@ class Gate:
         self._lines = lines
         self._roles: dict[bytes | None, Role] = {} if tokens is None else tokens.roles
 
-    def __call__(self, request: Request) -> Served:
+    def __call__(self, request: Request) -> Answer:
         started = _clock()
         found = self._table.match(request.method, request.path)
         if isinstance(found, tuple):
             (run, meter, needed, route), param = found
-            answer: Served
+            answer: Answer
             try:
                 if needed and self._roles.get(request.credential, OPEN) < needed:
                     answer = self._refused(request, needed, route)
@@ -76,10 +76,7 @@ class Gate:
             except Exception as error:
                 answer = self._failed(request, meter, error, route)
             if not isinstance(answer, bytes):
-                if isinstance(answer, LaterReply):
-                    _meter_later(answer, meter, started)
-                else:  # a stream, which lasts as long as the client wants
-                    meter.add(_clock() - started, b"200")
+                _meter_later(answer, meter, started)
                 return answer
         else:
             meter = self._unrouted
@@ -109,7 +106,7 @@ class Gate:
     def _abridged(self, route: Route, brief: Callable[[], object], tokens: AccessTokens) -> Run:
         whole, status = route.run, route.status
 
-        def answer(request: Request, param: bytes | None) -> Served:
+        def answer(request: Request, param: bytes | None) -> Answer:
             if tokens.role_of(request.credential) >= READ:
                 return whole(request, param)
             return sent(status, brief())

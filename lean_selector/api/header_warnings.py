@@ -12,8 +12,8 @@ from typing import Final, Protocol
 import msgspec
 
 from lean_selector.api.access import ADMIN
-from lean_selector.api.replies import is_json, printable, warning_line
-from lean_selector.api.routes import Route, Served
+from lean_selector.api.replies import Answer, is_json, printable, warning_line
+from lean_selector.api.routes import Route
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Worker
@@ -98,7 +98,7 @@ def with_warnings(route: Route) -> Route:
     registration it is logged too: it may be in use for long, for another model than meant."""
     run, fields = route.run, route.fields()
 
-    def answer(request: Request, param: bytes | None) -> Served:
+    def answer(request: Request, param: bytes | None) -> Answer:
         result = run(request, param)
         warnings = unread_fields(request, fields)
         if not warnings or not isinstance(result, bytes):

@@ -18,11 +18,9 @@ from lean_selector.api.bodies import (
 from lean_selector.api.replies import Answer, LaterReply, Reply, is_json, sent
 from lean_selector.core.errors import SelectorError
 from lean_selector.http.head import Request
-from lean_selector.http.streaming import StreamedReply
 from lean_selector.wire.selection_bodies import Ok
 
-Served = Answer | StreamedReply
-Run = Callable[[Request, bytes | None], Served]  # the second argument is the path parameter
+Run = Callable[[Request, bytes | None], Answer]  # the second argument is the path parameter
 
 _NOTHING: Final = frozenset[str]()
 _PARAMETERS: Final[dict[str, Callable[[bytes], Any]]] = {
@@ -120,7 +118,7 @@ def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
 
 
 def _durable(run: Run, saving: Saving) -> Run:
-    def answer(request: Request, param: bytes | None) -> Served:
+    def answer(request: Request, param: bytes | None) -> Answer:
         made = run(request, param)
         saving.note()
         if not isinstance(made, bytes):

@@ -17,7 +17,7 @@ from lean_selector.app.gateway_flags import GatewayConfig
 from lean_selector.app.gateway_routes import prompts_of
 from lean_selector.app.host import HttpServer, StartError, new_zmq_context, run, tokens_of
 from lean_selector.app.peer_access import credentials_of
-from lean_selector.app.selector_process import SelectorParts, protocol_of, selector_app
+from lean_selector.app.selector_process import SelectorParts, selector_app
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.gateway_metrics import Counts, gateway_families
 from lean_selector.gateway.handler import GatewayHandler, guarded, http_refusal
@@ -27,6 +27,7 @@ from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.parts import Part
 
@@ -137,7 +138,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     handler = front.handler
     handler.own = own
     api = HttpServer(
-        partial(protocol_of(config.selector), own, behind),
+        partial(HttpProtocol, own, behind),
         behind,
         config.selector.listen,
         port_flag="--selector-port",

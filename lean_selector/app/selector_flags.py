@@ -468,7 +468,7 @@ class AccessLogsFlags:
 class PageFlags:
     """Web page
 
-    is_off: disable the page /ui and its data: /events, /fleet, /prefixes
+    is_off: disable the page /ui and its data: /choices, /fleet, /prefixes
     """
 
     is_off: bool = flag(False, "--no-ui")

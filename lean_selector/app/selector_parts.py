@@ -217,12 +217,5 @@ class PagePart(Part):
 
             loop, core = asyncio.get_running_loop(), self._core
             view = fleet.FleetView(core.selector, core.subscriptions, core.state, self._report)
-            events = ui.Events(core.selector, view, loop.call_soon, loop.call_later)
-            self._page = ui.Page(view, events, loop.call_soon)
-            if core.state.is_draining:
-                self._page.close()
+            self._page = ui.Page(core.selector, view, loop.call_soon, loop.call_later)
         return self._page
-
-    def refuse_new(self) -> None:
-        if self._page is not None:
-            self._page.close()

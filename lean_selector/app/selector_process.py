@@ -181,7 +181,7 @@ async def _selector(config: SelectorServiceConfig, log_state: logs.LogState) -> 
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
     app = selector_app(parts, connections, log_state, tokens=tokens, meters=meters)
-    new_protocol = partial(protocol_of(config), app, connections)
+    new_protocol = partial(HttpProtocol, app, connections)
     server = HttpServer(new_protocol, connections, config.listen)
     if tokens is not None:
         server.watch(tokens.reload)
@@ -190,15 +190,6 @@ async def _selector(config: SelectorServiceConfig, log_state: logs.LogState) -> 
     await server.start()
     await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)
-
-
-def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
-    """Return the HTTP protocol class of the selector's API: with streaming if /ui is enabled."""
-    if config.page.is_off:
-        return HttpProtocol
-    from lean_selector.http.streaming import StreamingProtocol
-
-    return StreamingProtocol
 
 
 def selector_app(

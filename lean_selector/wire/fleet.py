@@ -1,7 +1,6 @@
-"""The state of all workers and ranks, as in `GET /fleet` and the events of `GET /events`."""
+"""What the page /ui shows: the state of all workers and ranks, choices, and prefixes."""
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from lean_selector.core.index.shapes import UpperRun
 from lean_selector.core.selection.shapes import Decision
@@ -68,19 +67,11 @@ class Fleet(msgspec.Struct):
     findings: list[Finding]
 
 
-class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of GET /events: changes since the previous event; if `whole`, the full state."""
+class Choices(msgspec.Struct, frozen=True):
+    """The answer of GET /choices: a sample of the last choices, the oldest first."""
 
-    whole: bool
-    version: str
-    now: float
     monotonic: float  # seconds, on the clock of a choice's `at`
-    workers: list[FleetWorker] | UnsetType = UNSET
-    ranks: list[FleetRank]
-    gone: list[str]  # removed ranks as WORKER/RANK
-    models: list[FleetModel]
-    findings: list[Finding] | UnsetType = UNSET
-    seen: int  # number of choices since a page was opened
+    seen: int  # number of choices since they are collected
     choices: list[Decision]
 
 

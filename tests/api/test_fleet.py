@@ -1,4 +1,4 @@
-"""GET /fleet, /prefixes and /events, in process and over streams that are driven by hand."""
+"""GET /fleet, /choices and /prefixes, in process; time and the loop's turns are the test's."""
 
 import itertools
 import json
@@ -11,16 +11,13 @@ import pytest
 from lean_selector.api.application import page_routes
 from lean_selector.api.fleet import MOST_RUNS, FleetView
 from lean_selector.api.gate import Gate
-from lean_selector.api.ui import MOST_LISTENERS, Events, Page, page
+from lean_selector.api.ui import Page, page
 from lean_selector.api.worker_handlers import ServiceState
 from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.index.upper_runs import MOST_CHILDREN, upper_runs
 from lean_selector.core.selection.watch import EVERY_S, MOST_KEPT, ChoiceWatch
-from lean_selector.http.connections import Connections
 from lean_selector.http.response import PendingReply
-from lean_selector.http.streaming import StreamingProtocol
-from tests.http.test_protocol import FakeTransport
 from tests.support.driven_selector import pack
 from tests.support.gates import (
     NOW,
@@ -33,7 +30,6 @@ from tests.support.gates import (
     selection_service,
 )
 
-STREAM = b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n"
 HASHES = {"block_hashes": [5, 6, 7], "sequence_hashes": [5, 6, 7], "isl_tokens": 12}
 HOSTILE = "<script>alert(1)</script>\u202e"
 
@@ -43,20 +39,19 @@ class Looked:
 
     def __init__(self, workers: int = 2, **settings: Any) -> None:
         self.turns, self.now = Turns(), NOW
-        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.later: list[Callable[[], None]] = []
         self.service = selection_service(**settings)
         self.selector = self.service.selector
         self.service._clock = lambda: self.now
         self.view = FleetView(
             self.selector, NoEngines(), ServiceState(), clock=lambda: self.now, wall=lambda: 5000.0
         )
-        self.events = Events(
+        asked = Page(
             self.selector,
             self.view,
             self.turns.call_soon,
-            lambda delay, call: self.later.append((delay, call)),
+            lambda delay, call: self.later.append(call),
         )
-        asked = Page(self.view, self.events, self.turns.call_soon)
         self.gate = Gate([*self.service.routes(), *page_routes(lambda: asked)])
         self.http = InProcess(self.gate)
         self.register = partial(self.http.add_worker, model_name="m", block_size=4)
@@ -81,45 +76,24 @@ class Looked:
         index = self.selector.catalog.partitions["m", "default"].index
         index.store(worker_id, 0, Tier.DEVICE, None, hashes, pack(hashes))
 
-    def is_watched(self) -> bool:
-        return self.selector.watch is not None
-
     def eject(self, worker_id: int) -> None:
         for _ in range(3):
             body = {"outcome": "refused"}
             assert self.http.post(f"/workers/{worker_id}/report", body)[0] == 200
 
-    def tick(self) -> float:
-        """The next round; returns how long it was put off."""
+    def choices(self) -> Any:
+        status, body = answered(self.gate, request("GET", "/choices"))
+        assert status == 200
+        return json.loads(body)
+
+    def is_watched(self) -> bool:
+        return self.selector.watch is not None
+
+    def tick(self) -> None:
+        """Runs the timers that are set."""
         due, self.later = self.later, []
-        for delay, call in due:  # noqa: B007 - the last one counts, earlier ones are void
+        for call in due:
             call()
-        self.turns.run()
-        return delay
-
-
-class Client:
-    """A connection that listens."""
-
-    def __init__(self, looked: Looked) -> None:
-        self.transport = FakeTransport()
-        self.protocol = StreamingProtocol(looked.gate, Connections(lambda call: None))
-        self.transport.protocol = self.protocol
-        self.protocol.connection_made(self.transport)
-        self.protocol.data_received(STREAM)
-        looked.turns.run()
-        self.head = b""
-
-    def events(self) -> list[Any]:
-        """What came since the last call."""
-        text = self.transport.take()
-        if not self.head:
-            self.head, _, text = text.partition(b"\r\n\r\n")
-        return [
-            json.loads(part.removeprefix(b"event: fleet\ndata: "))
-            for part in text.split(b"\n\n")
-            if part
-        ]
 
 
 # -- the fleet -------------------------------------------------------------------------------------
@@ -195,81 +169,29 @@ def test_a_large_index_is_told_in_part() -> None:
     assert tree["held_blocks"] == 3 * MOST_RUNS - 1
 
 
-# -- events ----------------------------------------------------------------------------------------
-
-
-def test_the_first_event_is_whole_and_the_next_have_what_changed() -> None:
-    looked = Looked(2)
-    client = Client(looked)
-    (first,) = client.events()
-    assert b"content-type: text/event-stream" in client.head
-    assert first["whole"]
-    assert len(first["ranks"]) == len(first["workers"]) == 2
-    assert "findings" in first
-    looked.tick()
-    (second,) = client.events()
-    assert (second["whole"], second["ranks"], second["gone"]) == (False, [], [])
-    assert second.keys() & {"workers", "findings"} == set()
-    looked.http.request("DELETE", "/workers/2")
-    chosen = looked.select([1, 2, 3, 4])
-    looked.tick()
-    (third,) = client.events()
-    assert [rank["worker_id"] for rank in third["ranks"]] == [chosen["worker_id"]] == [1]
-    assert third["gone"] == ["2/0"]
-    assert len(third["workers"]) == 1
-    assert [choice["worker_id"] for choice in third["choices"]] == [1]
-
-
-def test_who_does_not_take_its_events_misses_some_and_then_gets_the_whole() -> None:
-    looked = Looked(2)
-    slow, other = Client(looked), Client(looked)
-    slow.events()
-    slow.protocol.pause_writing()
-    for _ in range(3):
-        looked.tick()
-    assert slow.events() == []
-    assert len(other.events()) == 4
-    slow.protocol.resume_writing()
-    looked.tick()
-    (event,) = slow.events()
-    assert event["whole"]
-    assert [event["whole"] for event in other.events()] == [False]
-
-
-def test_so_many_may_listen_and_when_one_leaves_another_may() -> None:
-    looked = Looked(1)
-    clients = [Client(looked) for _ in range(MOST_LISTENERS)]
-    refused = Client(looked)
-    assert refused.transport.take().startswith(b"HTTP/1.1 503 ")
-    clients[0].protocol.connection_lost(None)
-    assert Client(looked).events()[0]["whole"]
-
-
-def test_when_the_last_one_leaves_nothing_is_kept_and_nothing_runs() -> None:
-    looked = Looked(1)
-    client = Client(looked)
-    assert looked.is_watched()
-    client.protocol.connection_lost(None)
-    assert not looked.is_watched()
-    looked.tick()
-    assert looked.later == []
-
-
-def test_a_stop_ends_the_streams_and_no_more_begin() -> None:
-    looked = Looked(1)
-    client = Client(looked)
-    looked.events.close()
-    assert client.transport.is_closing()
-    late = Client(looked)
-    assert late.transport.take().startswith(b"HTTP/1.1 503 ")
-
-
 # -- choices ---------------------------------------------------------------------------------------
 
 
 def told(looked: Looked) -> ChoiceWatch:
     watch = looked.selector.watch = ChoiceWatch()
     return watch
+
+
+def test_choices_are_collected_while_somebody_asks_for_them() -> None:
+    looked = Looked(1)
+    looked.select([1, 2, 3, 4])
+    assert looked.choices() == {"monotonic": NOW, "seen": 0, "choices": []}
+    looked.select([1, 2, 3, 4])
+    looked.tick()
+    answer = looked.choices()
+    assert (answer["seen"], len(answer["choices"])) == (1, 1)
+    looked.tick()
+    assert looked.is_watched()
+    looked.tick()
+    assert not looked.is_watched()
+    assert looked.later == []
+    looked.select([1, 2, 3, 4])
+    assert looked.choices()["seen"] == 0
 
 
 def test_a_choice_tells_the_five_best_and_what_their_cost_is_made_of() -> None:
@@ -327,10 +249,10 @@ def test_of_many_choices_some_are_explained_and_all_are_counted() -> None:
     assert len(watch.kept) == MOST_KEPT
 
 
-def test_runs_have_their_hits_while_somebody_listens() -> None:
+def test_runs_have_their_hits_while_choices_are_collected() -> None:
     looked = Looked(1)
     looked.store(1, [5, 6])
-    Client(looked)
+    looked.choices()
     looked.http.post("/select", {"model_name": "m", **HASHES})
     assert looked.get("/prefixes")[0]["runs"][0]["hits"] == 1
 

@@ -14,7 +14,7 @@ from lean_selector.api.selection import SelectionService
 from lean_selector.api.selection_16 import SelectionService16
 from lean_selector.api.shared_handlers import discovery_routes
 from lean_selector.api.slot_tracker_handlers import SlotTrackerService
-from lean_selector.api.ui import Events, Page
+from lean_selector.api.ui import Page
 from lean_selector.api.worker_handlers import ServiceState
 from lean_selector.core.replication.events import ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
@@ -171,8 +171,7 @@ def looks_of(service: SelectionService, turns: Turns | None = None) -> tuple[Rou
     """The routes of the page; with `turns` those of the loop's."""
     turns = turns or Turns()
     view = FleetView(service.selector, NoEngines(), ServiceState(), clock=lambda: NOW)
-    events = Events(service.selector, view, turns.call_soon, lambda delay, call: None)
-    page = Page(view, events, turns.call_soon)
+    page = Page(service.selector, view, turns.call_soon, lambda delay, call: None)
     return page_routes(lambda: page)
 
 
