@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from lean_selector.api.exposition import Families
     from lean_selector.api.routes import Route
+    from lean_selector.wire.exposition import Families
 
 
 class Part:

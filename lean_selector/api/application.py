@@ -9,14 +9,6 @@ from typing import TYPE_CHECKING
 
 from lean_selector import __version__
 from lean_selector.api.access import OPEN, READ, AccessTokens
-from lean_selector.api.exposition import (
-    CONTENT_TYPE,
-    AnyFamily,
-    Families,
-    LoopLag,
-    RouteMeter,
-    exposition_text,
-)
 from lean_selector.api.gate import Gate
 from lean_selector.api.logs import LogState
 from lean_selector.api.replies import CallSoon, SlicedAnswers
@@ -24,6 +16,14 @@ from lean_selector.api.routes import Route
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
+from lean_selector.wire.exposition import (
+    CONTENT_TYPE,
+    AnyFamily,
+    Families,
+    LoopLag,
+    RouteMeter,
+    exposition_text,
+)
 from lean_selector.wire.fleet import Fleet, PrefixTree
 
 if TYPE_CHECKING:  # imported only when requested

@@ -12,13 +12,13 @@ import msgspec
 
 from lean_selector.api.access import OPEN, READ, AccessTokens, Role, refusal_of
 from lean_selector.api.bodies import shape_fault
-from lean_selector.api.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.api.replies import INTERNAL_ERROR, Answer, LaterReply, reply, sent
 from lean_selector.api.routes import Route, Run
 from lean_selector.core.errors import AllWorkersBusy, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import Response, status_of
 from lean_selector.http.routes_by_path import MethodNotAllowed, RouteTable
+from lean_selector.wire.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody
 
 _log = logging.getLogger("lean_selector.http")

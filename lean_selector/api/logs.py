@@ -20,6 +20,8 @@ from types import TracebackType
 
 import msgspec
 
+from lean_selector.wire.scalars import without_controls
+
 # Some 20 000 lines: a few seconds of an access log at full load
 MOST_WAITING_BYTES = 4 * 1024 * 1024
 FLUSH_S = 1.0  # seconds allowed for the waiting lines at exit
@@ -133,23 +135,7 @@ MAX_KINDS = 1000  # a few dozen exist; if data makes more, the further ones shar
 
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 _PLAIN_VALUE = re.compile(r"[\w.:/*+@%,\[\]-]+")
-# What a terminal or a line reader may interpret: control characters except the line feed, line and
-# paragraph separators, bidirectional marks, and tags.
-_CONTROLS = re.compile(
-    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\U000e0000-\U000e007f]"
-)
 _encode = msgspec.json.Encoder(enc_hook=str).encode
-
-
-def json_escape(letter: str) -> str:
-    r"""Return a character as in a JSON string: `\u00e9`, or a pair of surrogates."""
-    units = letter.encode("utf-16-be", "surrogatepass").hex()
-    return "".join([f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)])
-
-
-def without_controls(text: str) -> str:
-    """Return `text` with JSON escapes in place of _CONTROLS."""
-    return _CONTROLS.sub(lambda found: json_escape(found[0]), text)
 
 
 @dataclass

@@ -8,7 +8,12 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
-from lean_selector.api.exposition import (
+from lean_selector.api.logs import LogState
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.slots import Slots
+from lean_selector.http.connections import Connections
+from lean_selector.tasks import failures
+from lean_selector.wire.exposition import (
     LATENCY_BOUNDS_S,
     Families,
     HistogramFamily,
@@ -21,11 +26,6 @@ from lean_selector.api.exposition import (
     table,
     table_of,
 )
-from lean_selector.api.logs import LogState
-from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.slots import Slots
-from lean_selector.http.connections import Connections
-from lean_selector.tasks import failures
 
 WORKERS: Final = "Registered workers by lifecycle."
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lean_selector.api.logs import json_escape
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import Placement
@@ -18,7 +17,7 @@ from lean_selector.http.response import (
     Response,
     encode_response,
 )
-from lean_selector.wire.scalars import json_form
+from lean_selector.wire.scalars import json_escape, json_form
 from lean_selector.wire.selection_bodies import ErrorBody
 
 

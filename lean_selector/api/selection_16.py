@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from lean_selector.api.bodies import DETAIL, Query, wants_detail
 from lean_selector.api.replies import Answer
 from lean_selector.api.selection import SelectionService
+from lean_selector.core.hashing import unpack_signed
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
@@ -33,7 +34,6 @@ from lean_selector.core.selection.shapes import (
     WorkerLoad,
 )
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
-from lean_selector.wire.scalars import unpack_signed
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,

@@ -6,17 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
-from lean_selector.api.exposition import (
-    Families,
-    Number,
-    RouteMeter,
-    Sample,
-    by,
-    each,
-    labels,
-    table,
-    table_of,
-)
 from lean_selector.api.metrics import WORKERS, load_families, scope_labels
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
@@ -38,6 +27,17 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.sessions.shapes import SessionVerdict
 from lean_selector.core.sessions.table import SessionTable
+from lean_selector.wire.exposition import (
+    Families,
+    Number,
+    RouteMeter,
+    Sample,
+    by,
+    each,
+    labels,
+    table,
+    table_of,
+)
 from lean_selector.wire.selection_bodies import SourceStatus
 
 _ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY, PICKER)

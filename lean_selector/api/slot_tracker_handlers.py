@@ -12,13 +12,13 @@ import msgspec
 
 from lean_selector.api.access import ADMIN, OPEN, READ, WRITE
 from lean_selector.api.bodies import SCOPE_FIELDS, Query
-from lean_selector.api.exposition import Families, Sample, table
 from lean_selector.api.metrics import WORKERS, load_families, scope_labels
 from lean_selector.api.routes import Route
 from lean_selector.api.shared_handlers import OK, ReplicaHandlers, ReplicationApi
 from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
+from lean_selector.wire.exposition import Families, Sample, table
 from lean_selector.wire.replica_shapes import PeerUrlRequest
 from lean_selector.wire.scalars import check_id
 from lean_selector.wire.selection_bodies import Ok

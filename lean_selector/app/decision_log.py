@@ -14,7 +14,6 @@ from zlib import crc32
 
 import msgspec
 
-from lean_selector.api.exposition import Families, table
 from lean_selector.api.logs import LineWriter
 from lean_selector.app.host import StartError
 from lean_selector.core.load.shapes import Reservation
@@ -32,6 +31,7 @@ from lean_selector.wire.decision_lines import (
     DecisionLine,
     LogHeader,
 )
+from lean_selector.wire.exposition import Families, table
 
 if TYPE_CHECKING:
     from lean_selector.app.selector_parts import SelectorCore

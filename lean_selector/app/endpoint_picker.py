@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 from lean_selector.api.access import WRITE, AccessTokens
-from lean_selector.api.exposition import Families, Sample, labels, table
 from lean_selector.app.gateway_routes import GatewayRoutes
 from lean_selector.app.host import HttpServer
 from lean_selector.app.picker_flags import SelectorServiceConfig
@@ -21,6 +20,7 @@ from lean_selector.gateway.route import SHED
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.parts import Part
+from lean_selector.wire.exposition import Families, Sample, labels, table
 
 log = logging.getLogger("lean_selector.epp")
 

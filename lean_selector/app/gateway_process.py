@@ -11,7 +11,6 @@ from typing import Any
 
 from lean_selector.api import logs
 from lean_selector.api.access import AccessTokens
-from lean_selector.api.exposition import Families
 from lean_selector.api.metrics import prompt_families
 from lean_selector.app.gateway_flags import GatewayConfig
 from lean_selector.app.gateway_routes import prompts_of
@@ -30,6 +29,7 @@ from lean_selector.http.outbound import OutboundClient
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.parts import Part
+from lean_selector.wire.exposition import Families
 
 
 def run_gateway(config: GatewayConfig) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from lean_selector.api.exposition import Families
 from lean_selector.api.metrics import prompt_families
 from lean_selector.api.routes import Route
 from lean_selector.api.selection import SelectionService
@@ -36,6 +35,7 @@ from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.parts import Part
+from lean_selector.wire.exposition import Families
 
 if TYPE_CHECKING:
     from lean_selector.app.decision_log import DecisionLog

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import zmq.asyncio
 
-from lean_selector.api.exposition import Families, Sample, by, labels, table
 from lean_selector.api.replies import Answer, SlicedAnswers
 from lean_selector.app.host import StartError
 from lean_selector.app.peer_access import credentials_of
@@ -39,6 +38,7 @@ from lean_selector.parts import Part
 from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.replicas.snapshot_requests import CatchingUp
 from lean_selector.tasks import supervise
+from lean_selector.wire.exposition import Families, Sample, by, labels, table
 from lean_selector.wire.replica_shapes import CurveState, PublisherState, SyncState
 from lean_selector.wire.replica_snapshot import (
     encode_session_list,

@@ -5,13 +5,12 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
 
 from lean_selector.api.application import page_routes
-from lean_selector.api.exposition import Families
 from lean_selector.api.lifecycle_log import SelectorLog
 from lean_selector.api.routes import Route
 from lean_selector.api.selection import SHUTDOWN
@@ -30,10 +29,12 @@ from lean_selector.links.links import Links
 from lean_selector.parts import Part
 from lean_selector.tasks import supervise
 from lean_selector.wire.discovery_states import DiscoveryReport
+from lean_selector.wire.exposition import Families
 
 if TYPE_CHECKING:
     from lean_selector.api.ui import Page
     from lean_selector.http.outbound import OutboundClient
+    from lean_selector.replicas.recovery import Recovery
 
 # Steps of the sessions' upkeep per model, twice a second; they take 5 ms at most.
 SESSION_STEPS = 1_000
@@ -92,6 +93,13 @@ class SelectorCore(Part):
         from lean_selector.http.outbound import OutboundClient
 
         return OutboundClient(self.resolve, credentials_of(self.config.peers))
+
+    def recovery(self, peers: Sequence[str]) -> "Recovery":
+        """Return what copies the index of the first usable peer. Raises StartError."""
+        from lean_selector.replicas.recovery import Recovery
+
+        catalog = self.selector.catalog
+        return Recovery(catalog, self.subscriptions, peers, self.peer_client())
 
     def refuse_new(self) -> None:
         self.state.is_draining = True
@@ -175,13 +183,10 @@ class StartRecovery(Part):
 
     def __init__(self, core: SelectorCore, peers: list[str]) -> None:
         """From here on, workers wait for the recovery, restored ones too. Raises StartError."""
-        from lean_selector.replicas.recovery import Recovery
-
         self._state = core.state
         self._state.is_recovering = True
         core.subscriptions.hold()
-        catalog = core.selector.catalog
-        self._recovery = Recovery(catalog, core.subscriptions, peers, core.peer_client())
+        self._recovery = core.recovery(peers)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -13,7 +13,6 @@ import zmq.asyncio
 from lean_selector.api import logs
 from lean_selector.api.access import AccessTokens
 from lean_selector.api.application import observed
-from lean_selector.api.exposition import Families, RouteMeter
 from lean_selector.api.header_warnings import refusal_lines
 from lean_selector.api.routes import Route, durable
 from lean_selector.api.selection import DumpAnswers, SelectionService
@@ -35,6 +34,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.parts import Parts
+from lean_selector.wire.exposition import Families, RouteMeter
 
 if TYPE_CHECKING:
     from lean_selector.app.decision_log import DecisionLog

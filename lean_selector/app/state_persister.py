@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from lean_selector.api.exposition import Families, by, table
 from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, sealed
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.parts import Part
 from lean_selector.tasks import in_thread, supervise
+from lean_selector.wire.exposition import Families, by, table
 from lean_selector.wire.replica_snapshot import SnapshotLines, encode_snapshot
 
 # The slots object distinguishes a partition from a later one of the same name.

@@ -9,9 +9,8 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
+from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes, unpack_signed
 from lean_selector.core.selection.shapes import Disaggregated, Overlap, PrefillPlacement
-from lean_selector.wire.scalars import unpack_signed
 
 T = TypeVar("T")
 

@@ -162,6 +162,11 @@ def _unpack(hashes: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(hashes) // 8}Q", hashes))
 
 
+def unpack_signed(hashes: bytes) -> tuple[int, ...]:
+    """Unpack hashes of 8 bytes each to signed integers, as in JSON."""
+    return struct.unpack(f"<{len(hashes) // 8}q", hashes)
+
+
 # -- whether the core runs compiled ----------------------------------------------------------------
 # Whether the core runs compiled. Some code is fast compiled and slow interpreted, or the reverse.
 

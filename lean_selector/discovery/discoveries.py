@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lean_selector.api.exposition import Families, Sample, by, labels, table, table_of
 from lean_selector.discovery.finders import (
     DnsFinder,
     FileFinder,
@@ -32,6 +31,7 @@ from lean_selector.wire.discovery_states import (
     DiscoveryReport,
     DiscoveryState,
 )
+from lean_selector.wire.exposition import Families, Sample, by, labels, table, table_of
 
 Run = Callable[[], Coroutine[object, object, None]]
 

@@ -40,7 +40,6 @@ from lean_selector.embedded.dialect import (
     worker_fields,
     worker_id_of,
 )
-from lean_selector.replicas.recovery import Recovery
 from lean_selector.tasks import watched
 from lean_selector.wire.prompt_forms import binary_form
 from lean_selector.wire.scalars import json_form
@@ -522,9 +521,7 @@ class SelectionService:
         a usable dump. `peers` are HTTP URLs."""
         self._check_open()
         running = self._start()
-        core, urls = running.parts.core, texts_of("peers", peers)
-        catalog, client = core.selector.catalog, core.peer_client()
-        recovery = Recovery(catalog, core.subscriptions, urls, client)
+        recovery = running.parts.core.recovery(texts_of("peers", peers))
         return await running.in_time(recovery.run)
 
     # -- the end -----------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from lean_selector.api.exposition import Families, by, table
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
 from lean_selector.core.numbers import U64_MAX
+from lean_selector.wire.exposition import Families, by, table
 
 _log = logging.getLogger("lean_selector.access_logs")
 

@@ -4,7 +4,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from lean_selector.api.exposition import (
+from lean_selector.gateway.genai_metrics import GenAiMetrics
+from lean_selector.gateway.upstreams import Rotation
+from lean_selector.http.client import Upstream
+from lean_selector.wire.exposition import (
     AnyFamily,
     Histogram,
     HistogramFamily,
@@ -13,9 +16,6 @@ from lean_selector.api.exposition import (
     labels,
     table,
 )
-from lean_selector.gateway.genai_metrics import GenAiMetrics
-from lean_selector.gateway.upstreams import Rotation
-from lean_selector.http.client import Upstream
 
 FIRST_BYTE_BOUNDS_S: Final[tuple[float, ...]] = (
     *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),

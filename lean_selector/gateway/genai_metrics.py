@@ -6,8 +6,8 @@ Labels are bounded: registered models and existing workers."""
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from lean_selector.api.exposition import Histogram, HistogramFamily, labels
 from lean_selector.http.client import Upstream
+from lean_selector.wire.exposition import Histogram, HistogramFamily, labels
 
 # As the conventions recommend.
 _FIRST_TOKEN_S: Final[tuple[float, ...]] = (

@@ -16,7 +16,6 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.api.exposition import RouteMeter
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
@@ -57,6 +56,7 @@ from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
 from lean_selector.tasks import Steps, stepped
+from lean_selector.wire.exposition import RouteMeter
 
 log = logging.getLogger("lean_selector.gateway")
 

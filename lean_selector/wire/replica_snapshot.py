@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from lean_selector.core.hashing import unpack_signed
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.replication.catch_up import live_reservation
 from lean_selector.core.replication.events import ReplicaTarget
@@ -20,7 +21,7 @@ from lean_selector.wire.replica_shapes import (
     SnapshotHead,
     SnapshotLine,
 )
-from lean_selector.wire.scalars import hashes_from_json, unpack_signed
+from lean_selector.wire.scalars import hashes_from_json
 
 _Head = TypeVar("_Head")
 

@@ -5,6 +5,7 @@ In JSON (except dumps), block hashes are signed 64-bit integers. In memory, a li
 
 import functools
 import math
+import re
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -135,11 +136,6 @@ def check_finite(name: str, value: float) -> None:
         raise BadRequest(f"{name}: expected a number, got {value}")
 
 
-def unpack_signed(hashes: bytes) -> tuple[int, ...]:
-    """Unpack hashes of 8 bytes each to signed integers, as in JSON."""
-    return struct.unpack(f"<{len(hashes) // 8}q", hashes)
-
-
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     """Pack a JSON list of signed 64-bit integers, 8 bytes each. Raises msgspec.ValidationError,
     which names `field`, for any other text."""
@@ -268,3 +264,20 @@ def _as_it_is(part: JsonText) -> Raw:
 
 
 json_form: Final = msgspec.json.Encoder(enc_hook=_as_it_is).encode
+
+# What a terminal or a line reader may interpret: control characters except the line feed, line and
+# paragraph separators, bidirectional marks, and tags.
+_CONTROLS = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\U000e0000-\U000e007f]"
+)
+
+
+def json_escape(letter: str) -> str:
+    r"""Return a character as in a JSON string: `\u00e9`, or a pair of surrogates."""
+    units = letter.encode("utf-16-be", "surrogatepass").hex()
+    return "".join([f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)])
+
+
+def without_controls(text: str) -> str:
+    """Return `text` with JSON escapes in place of _CONTROLS."""
+    return _CONTROLS.sub(lambda found: json_escape(found[0]), text)

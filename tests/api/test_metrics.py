@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lean_selector.api.application import PIECES_PER_PART, metrics_route
-from lean_selector.api.exposition import Family
 from lean_selector.api.replies import SLICE_S
 from lean_selector.http.response import PendingReply
 from lean_selector.publisher import KvEventPublisher
+from lean_selector.wire.exposition import Family
 from tests.support import gates
 from tests.support.asked import prompt
 from tests.support.prometheus_tools import Samples, parsed, promtool, scrape, value

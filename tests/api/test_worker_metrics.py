@@ -1,9 +1,9 @@
 """Metrics of single workers and models: what they count, and that their labels are bounded."""
 
-from lean_selector.api.exposition import FamilyGroup
 from lean_selector.api.selector_metrics import model_outcomes, worker_families
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.selection.partition import Partition
+from lean_selector.wire.exposition import FamilyGroup
 from tests.support.driven_selector import DrivenSelector
 
 NAMED = 'model="default",tenant_id="default",worker_id='

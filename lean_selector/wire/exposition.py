@@ -13,8 +13,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final, Generic, TypeVar
 
-from lean_selector.api.logs import without_controls
 from lean_selector.core.errors import AllWorkersBusy, NoWorkers, UnknownModel, WaitedTooLong
+from lean_selector.wire.scalars import without_controls
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 

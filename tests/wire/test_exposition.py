@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from lean_selector.api.exposition import Family, FamilyGroup, HistogramFamily, escaped, labels
+from lean_selector.wire.exposition import Family, FamilyGroup, HistogramFamily, escaped, labels
 
 
 def group(things: Iterable[int]) -> FamilyGroup[int]:
