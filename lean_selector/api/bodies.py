@@ -19,7 +19,6 @@ from lean_selector.wire.body_text import (
     MOST_COSTLY_NUMBERS,
     has_costly_numbers,
     json_excess,
-    long_binary_reader,
     long_json_reader,
     messagepack_excess,
 )
@@ -101,16 +100,11 @@ def _prompt_reader(
 def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
-    read_long = long_binary_reader(binary_type)
     names = frozenset(binary_type.__struct_fields__)  # type: ignore[attr-defined]
 
     def read(request: Request) -> T:
         if request.body_too_large:
             raise BadBody(413, TOO_LARGE)
-        if len(request.body) >= LONG_PROMPT_BYTES:
-            fields = read_long(request.body)
-            if fields is not None:
-                return fields
         if excess := messagepack_excess(request.body, names):
             raise _not_parsed("MessagePack", excess)
         try:

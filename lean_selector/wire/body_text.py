@@ -5,8 +5,6 @@ Checking 8 MiB takes a fraction of a second: all loops run in C, and create no o
 import re
 import secrets
 import struct
-import sys
-from array import array
 from collections.abc import Callable
 from itertools import islice
 from typing import Final, TypeVar
@@ -149,13 +147,6 @@ _CUT_HASHES: Final = b'"%b"' % secrets.token_hex(16).encode()
 _CUT_TOKENS: Final = list(struct.unpack("<4I", secrets.token_bytes(16)))
 _CUT_TOKENS_TEXT: Final = msgspec.json.encode(_CUT_TOKENS)
 
-_BINARY_BLOCK_HASHES: Final = b"\xacblock_hashes"
-_BINARY_SEQUENCE_HASHES: Final = b"\xafsequence_hashes"
-_CUT_BYTES: Final = secrets.token_bytes(16)
-_CUT_BINARY: Final = b"\xc4\x10" + _CUT_BYTES
-_SIZES: Final = {0xDC: 2, 0xDD: 4}  # bytes that encode the length of an array, by its tag
-_WIDE: Final = b"\xcf\xd3"  # tags of 8-byte integers, which nearly all hashes are
-
 
 def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
     """Return a fast decoder for JSON bodies of `body_type` with a long prompt. The decoder
@@ -180,7 +171,7 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
         if block is None or sequence is None:
             return None
         spans = sorted(((block_at, block_end), (at, end)))
-        fields = _decoded_text(decode, _without(body, spans, _CUT_HASHES))
+        fields = _decoded(decode, _without(body, spans))
         return _with_hashes(fields, block if block_end else None, sequence if end else None)
 
     return read
@@ -204,30 +195,24 @@ def _list_text(name: str, body: Body, at: int, end: int) -> bytes:
     return bytes(body[at:end])
 
 
-def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
-    """Return the body with `cut` in place of each list in `spans`. Empty spans are skipped."""
+def _without(body: Body, spans: list[tuple[int, int]]) -> bytes:
+    """Return the body with a placeholder for each list in `spans`. Empty spans are skipped."""
     pieces: list[Body] = []
     done = 0
     for at, end in spans:
         if end:
-            pieces += (body[done:at], cut)
+            pieces += (body[done:at], _CUT_HASHES)
             done = end
     pieces.append(body[done:])
     return b"".join(pieces)
 
 
-def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """Decode a JSON text; None if it is invalid, too long, not ASCII, or slow to parse (D32)."""
-    if not rest.isascii():
-        return None
-    if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
-        return None
-    return _decoded(decode, rest)
-
-
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """Decode a body from which long lists were cut out; None if it is too long or invalid."""
-    if len(rest) > _MOST_REST_BYTES:
+    """Decode a body from which long lists were cut out. Return None if it is invalid, too long, not
+    ASCII, or slow to parse (D32)."""
+    if len(rest) > _MOST_REST_BYTES or not rest.isascii():
+        return None
+    if len(rest) > _SHORT_REST_BYTES and has_costly_numbers(rest):
         return None
     try:
         return decode(rest)
@@ -252,9 +237,7 @@ def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) 
 
 
 def _is_cut(hashes: HashList) -> bool:
-    if isinstance(hashes, Raw):
-        return bytes(hashes) == _CUT_HASHES
-    return hashes == _CUT_BYTES
+    return isinstance(hashes, Raw) and bytes(hashes) == _CUT_HASHES
 
 
 def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
@@ -263,51 +246,8 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
     tokens = packed_u32(_list_text("token_ids", body, at, end)) if end else None
     if tokens is None:
         return None
-    fields = _decoded_text(decode, b"".join((body[:at], _CUT_TOKENS_TEXT, body[end:])))
+    fields = _decoded(decode, b"".join((body[:at], _CUT_TOKENS_TEXT, body[end:])))
     if not isinstance(fields, PromptFields) or fields.token_ids != _CUT_TOKENS:
         return None
     fields.token_ids = tokens
     return fields
-
-
-def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """Return a decoder of MessagePack bodies with 8-byte hashes. Other bodies decode to None."""
-    decode = msgspec.msgpack.Decoder(body_type).decode
-
-    def read(body: Body) -> T | None:
-        block_at, block_end = _array_after(body, _BINARY_BLOCK_HASHES, 0)
-        at, end = _array_after(body, _BINARY_SEQUENCE_HASHES, block_end)
-        if not end:  # one list is missing, or the two are in another order
-            return None
-        block = array_packed(body, block_at, block_end) if block_end else b""
-        sequence = array_packed(body, at, end)
-        if block is None or sequence is None:
-            return None
-        spans = [(block_at, block_end), (at, end)]
-        fields = _decoded(decode, _without(body, spans, _CUT_BINARY))
-        return _with_hashes(fields, block if block_end else None, sequence)
-
-    return read
-
-
-def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
-    """Return the span of the array of 8-byte integers after `key`, or (0, 0) if none follows."""
-    at = body.find(key, start, start + _HEAD_BYTES) + len(key)
-    if at < len(key) or at >= len(body):
-        return 0, 0
-    size = _SIZES.get(body[at], 0)
-    first = at + 1 + size
-    end = first + 9 * int.from_bytes(body[at + 1 : first], "big")
-    return (at, end) if size and end <= len(body) else (0, 0)
-
-
-def array_packed(body: Body, at: int, end: int) -> bytes | None:
-    """Pack body[at:end], an array of 8-byte integers; None if the array has other elements."""
-    elements = bytearray(body[at + 1 + _SIZES[body[at]] : end])
-    if elements[::9].translate(None, _WIDE):
-        return None
-    del elements[::9]
-    packed = array("Q", bytes(elements))
-    if sys.byteorder == "little":  # pragma: no branch: tests run on little-endian machines
-        packed.byteswap()
-    return packed.tobytes()
