@@ -220,6 +220,9 @@ class Chooser:
             selector.reservations.free(reservation_id, monotonic(), was_served=False)
             if use is not None:  # of a decode worker, whose partner has no URL
                 use.end(None)
+            refuses = selector.settings.pd_fallback == "refuse" and not routed.bars_pair
+            if disaggregate != NEVER and refuses:
+                raise NoPair("a worker of the chosen pair has no HTTP URL") from None
             raise NotChosen("no_url") from None
         selector.reservations.expect_output(reservation_id, routed.output_tokens, monotonic())
         return use

@@ -369,11 +369,16 @@ def test_a_pair_counts_as_two_of_the_five_workers_that_a_request_may_try() -> No
     assert (gateway.live, gateway.worker_transport.writes) == (0, [])
 
 
-def test_a_prefill_worker_without_a_url_leaves_nothing_at_its_partner() -> None:
-    gateway = Gateway()
+@pytest.mark.parametrize("fallback", ["refuse", "local"])
+def test_a_prefill_worker_without_a_url_leaves_nothing_at_its_partner(fallback: str) -> None:
+    gateway = Gateway(pd_fallback=fallback)
     gateway.add_prefill_worker(2, "tcp://w:2")
-    client, _ = gateway.client()
+    client, transport = gateway.client()
     client.data_received(request())
-    assert gateway.counts.unrouted["no_url"] == 1
+    is_sent = fallback == "local"
+    assert gateway.counts.unrouted["no_url"] == is_sent
+    assert bool(gateway.worker_transport.writes) == is_sent
+    if not is_sent:
+        assert transport.take().startswith(b"HTTP/1.1 503 ")
     client.connection_lost(None)
     assert (gateway.live, gateway.worker.upstream.users) == (0, 0)
