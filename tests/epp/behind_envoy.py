@@ -107,7 +107,9 @@ class Picked:
         ports = [worker.port for worker in self.workers]
         changes = {
             "port_value: 8092": f"port_value: {self.selector.port}",
-            "message_timeout: 3s": "message_timeout: 100s",  # a loaded machine is slow
+            # A loaded machine is slow.
+            "message_timeout: 3s": "message_timeout: 100s",
+            "connect_timeout: 0.2s": "connect_timeout: 20s",
         }
         if tells_first_token:
             changes["#+"] = ""

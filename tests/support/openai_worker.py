@@ -653,7 +653,9 @@ async def _serve(options: SimpleNamespace) -> None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(options.certificate)
     worker = _Worker(options)
-    server = await asyncio.start_server(worker.accept, options.host, options.port, ssl=context)
+    server = await asyncio.start_server(
+        worker.accept, options.host, options.port, ssl=context, backlog=1024
+    )
     sys.stdout.write("up\n")
     sys.stdout.flush()
     stop = asyncio.Event()
