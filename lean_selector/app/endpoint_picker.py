@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from functools import partial
 
 from lean_selector.api.access import WRITE, AccessTokens
 from lean_selector.app.gateway_routes import GatewayRoutes
@@ -13,14 +13,14 @@ from lean_selector.app.selector_parts import SelectorCore
 from lean_selector.app.service_flags import ListenFlags
 from lean_selector.core.selection.shapes import PICKER
 from lean_selector.epp.connection import MAX_CONNECTIONS, PickerConnection
-from lean_selector.epp.picking import EVENTS, Addresses, Picker
-from lean_selector.epp.stream import Channel, ExtProcStream
+from lean_selector.epp.picking import Addresses, Picker
+from lean_selector.epp.stream import ExtProcStream
 from lean_selector.gateway.placing import Chooser
 from lean_selector.gateway.route import SHED
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.connections import Connections
 from lean_selector.parts import Part
-from lean_selector.wire.exposition import Families, Sample, labels, table
+from lean_selector.wire.exposition import Families, by, table
 
 log = logging.getLogger("lean_selector.epp")
 
@@ -63,17 +63,12 @@ class EndpointPicker(Part):
         def may_write(credential: bytes | None) -> bool:
             return tokens is None or tokens.role_of(credential) >= WRITE
 
-        def new_stream(channel: Channel, credential: bytes | None) -> ExtProcStream:
-            return ExtProcStream(channel, self._picker, credential)
-
-        def new_connection() -> asyncio.Protocol:
-            return PickerConnection(connections, new_stream, is_ready, may_write)
-
+        new_stream = partial(ExtProcStream, self._picker)
         listen = ListenFlags(
             port=flags.port, host=flags.host, tls_cert=flags.tls_cert, tls_key=flags.tls_key
         )
         self.server = HttpServer(
-            new_connection,
+            partial(PickerConnection, connections, new_stream, is_ready, may_write),
             connections,
             listen,
             "endpoint picker",
@@ -107,19 +102,11 @@ class EndpointPicker(Part):
 
     def families(self) -> Families:
         picker = self._picker
-
-        def requests() -> Iterator[Sample]:
-            for event in EVENTS:
-                yield labels(event=event), picker.counts[event]
-
-        def refused() -> Iterator[Sample]:
-            for status, count in sorted(picker.refused.items()):
-                yield labels(status=status), count
-
         return table({
             "epp_streams": (lambda: len(picker.live), "Requests of gateways in progress."),
-            "epp_events_total": (requests, "What happened to requests of gateways."),
-            "epp_refused_total": (refused,
+            "epp_events_total": (lambda: by("event", picker.counts),
+                "What happened to requests of gateways."),
+            "epp_refused_total": (lambda: by("status", picker.refused),
                 "Requests of gateways that were answered in place of a worker, by status."),
             "epp_unresolved_workers": (lambda: picker.addresses.unresolved,
                 "Workers that are not offered, because their names do not resolve."),

@@ -54,16 +54,16 @@ MAX_UNSENT_BYTES: Final = 128 << 10  # of a stream, before its window stays clos
 MAX_IDLE_S: Final = 300.0
 MAX_GREETING_S: Final = 10.0  # until the first stream of a connection
 MAX_STUCK_S: Final = 5.0  # while it takes nothing of what was sent
-# Frames in a second
-MAX_RESETS: Final = 2048
-MAX_EMPTY: Final = 512  # PING, SETTINGS, PRIORITY, CONTINUATION, and DATA without data
+MAX_EMPTY: Final = 2048  # frames in a second that say nothing, and resets
 _FRAMES_AT_ONCE: Final = 8
 
 _FRAME_HEAD: Final = 9
+_MESSAGE_HEAD: Final = 5  # of gRPC: whether it is compressed, and its size
 _MAX_FRAME: Final = 16_384
 _PREFACE_BYTES: Final = 24
-_DATA, _PRIORITY, _RESET, _SETTINGS, _PING, _CONTINUATION = 0, 2, 3, 4, 6, 9
-_EMPTY_KINDS: Final = frozenset({_PRIORITY, _SETTINGS, _PING, _CONTINUATION})
+_DATA: Final = 0
+# PRIORITY, RST_STREAM, SETTINGS, PING and CONTINUATION; and DATA without data
+_EMPTY_KINDS: Final = frozenset({2, 3, 4, 6, 9})
 _END_STREAM: Final = 1
 
 _NOT_FOUND: Final = 5
@@ -93,7 +93,7 @@ class _Stream:
         if self._trailers is None:
             for message in told:
                 self.unsent += b"\0" + len(message).to_bytes(4, "big") + message
-                self._connection.hold(5 + len(message))
+                self._connection.hold(_MESSAGE_HEAD + len(message))
             self.go_on()
 
     def finish(self) -> None:
@@ -137,29 +137,29 @@ class _Stream:
 
     def take(self, data: bytes) -> None:
         """Takes bytes of the peer, and handles the messages that are complete."""
-        pending, at = self._input, 0
+        connection, pending = self._connection, self._input
         pending += data
-        self._connection.hold(len(data))
-        while self._trailers is None and len(pending) - at >= 5:
-            size = int.from_bytes(pending[at + 1 : at + 5], "big")
-            if pending[at]:
+        connection.hold(len(data))
+        while self._trailers is None and len(pending) >= _MESSAGE_HEAD:
+            size = int.from_bytes(pending[1:_MESSAGE_HEAD], "big")
+            end = _MESSAGE_HEAD + size
+            if pending[0]:
                 self.fail(_UNIMPLEMENTED, "compressed messages are not supported")
             elif size > MAX_MESSAGE_BYTES:
                 self.fail(_RESOURCE_EXHAUSTED, f"a message has {size} bytes")
-            elif len(pending) - at - 5 < size:
-                break
+            elif len(pending) < end:
+                return
             else:
-                with memoryview(pending) as view:
-                    message = bytes(view[at + 5 : at + 5 + size])
-                at += 5 + size
+                message = bytes(pending[_MESSAGE_HEAD:end])
+                del pending[:end]
+                connection.hold(-end)
                 if self.handler is None:
                     self._tell_health(message)
                 else:
                     self.handler.take(message)
         if self._trailers is not None:
-            at = len(pending)
-        del pending[:at]
-        self._connection.hold(-at)
+            connection.hold(-len(pending))
+            pending.clear()
 
     def _tell_health(self, data: bytes) -> None:
         try:
@@ -205,7 +205,7 @@ class PickerConnection(asyncio.Protocol):
         self._preface = _PREFACE_BYTES  # that are missing
         self._is_put_off = self._is_paused = self._is_closing = self._is_reading = False
         self._has_room = False  # of windows, since responses were last sent on
-        self._resets = self._empty = 0  # frames since `_counted_at`
+        self._empty = 0  # frames of these since `_counted_at`
         self._counted_at = 0.0
         self.held_bytes = 0
         self.since = connections.now
@@ -350,21 +350,15 @@ class PickerConnection(asyncio.Protocol):
             if end - at - _FRAME_HEAD < size:
                 break
             kind = data[at + 3]
-            if kind == _DATA:
-                if not size and not data[at + 4] & _END_STREAM:
-                    self._empty += 1
-            elif kind == _RESET:
-                self._resets += 1
-            elif kind in _EMPTY_KINDS:
-                self._empty += 1
+            is_end = size or data[at + 4] & _END_STREAM
+            self._empty += kind in _EMPTY_KINDS or (kind == _DATA and not is_end)
             at += _FRAME_HEAD + size
-        if self._resets > MAX_RESETS or self._empty > MAX_EMPTY:
+        if self._empty > MAX_EMPTY:
             now = self._connections.now
             if now - self._counted_at < 1.0:
                 self.turn_away("too many resets, or frames that say nothing")
                 return 0
-            self._resets = self._empty = 0
-            self._counted_at = now
+            self._empty, self._counted_at = 0, now
         return at
 
     def _on_event(self, event: Event) -> None:

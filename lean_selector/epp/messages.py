@@ -5,7 +5,7 @@ Field numbers are those of Envoy 1.40. Protocol buffers consist of fields: a tag
 wire type) and a value. Unknown fields are skipped, and of a repeated scalar the last one counts.
 Nothing here recurses, so no nesting in a message can exhaust the stack."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 # What a ProcessingRequest has. The response to a message has a number that is lower by one.
@@ -20,7 +20,6 @@ RESPONSE_TRAILERS: Final = 7
 NONE: Final = 0
 STREAMED: Final = 1
 BUFFERED: Final = 2
-BUFFERED_PARTIAL: Final = 3
 FULL_DUPLEX: Final = 4
 
 MOST_PIECE: Final = 62_000  # bytes of a body; some data planes take messages of 64 KiB at most
@@ -222,22 +221,16 @@ def part(number: int, content: bytes) -> bytes:
     return _SMALL[number << 3 | _BYTES] + (_SMALL[size] if size < 0x80 else _size(size)) + content
 
 
-def body_response(kind: int, body: bytes, is_last: bool) -> bytes:
-    """Return a BodyResponse for a message of this kind, which sends `body` on (FULL_DUPLEX)."""
-    streamed = part(1, body) if body else b""
-    if is_last:
-        streamed += b"\x10\x01"
-    return part(kind - 1, part(1, part(3, part(3, streamed))))
-
-
 def pieces(kind: int, body: bytes, is_last: bool) -> list[bytes]:
-    """Return the responses that send a body on; one at least if it is the last of the stream."""
-    if len(body) <= MOST_PIECE:
-        return [body_response(kind, body, is_last)] if body or is_last else []
-    ends = range(0, len(body), MOST_PIECE)
-    return [
-        body_response(kind, body[at : at + MOST_PIECE], is_last and at == ends[-1]) for at in ends
-    ]
+    """Return the BodyResponses to messages of this kind that send `body` on (FULL_DUPLEX): one at
+    least if it is the last of the stream."""
+    found = []
+    for at in range(0, len(body) or is_last, MOST_PIECE):
+        streamed = part(1, body[at : at + MOST_PIECE]) if body else b""
+        if is_last and at + MOST_PIECE >= len(body):
+            streamed += b"\x10\x01"
+        found.append(part(kind - 1, part(1, part(3, part(3, streamed)))))
+    return found
 
 
 def unchanged(kind: int) -> bytes:
@@ -245,29 +238,27 @@ def unchanged(kind: int) -> bytes:
     return part(kind - 1, b"")
 
 
-Header = tuple[bytes, bytes]
-
-
-def _mutation(headers: Iterable[Header], removed: Iterable[bytes] = ()) -> bytes:
+def _mutation(headers: Mapping[bytes, bytes], removed: Iterable[bytes] = ()) -> bytes:
     """Return a HeaderMutation, which overwrites `headers` or adds them."""
     mutation = b"".join(
-        [part(1, part(1, part(1, name) + part(3, text)) + b"\x18\x02") for name, text in headers]
+        [
+            part(1, part(1, part(1, name) + part(3, text)) + b"\x18\x02")
+            for name, text in headers.items()
+        ]
     )
     return mutation + b"".join([part(2, name) for name in removed])
 
 
-def destination(
-    kind: int, endpoint: bytes, headers: Iterable[Header], removed: Iterable[bytes]
-) -> bytes:
-    """Return the response to a message of this kind, headers or body, that names the endpoint in
-    a header and in the dynamic metadata, and changes other headers."""
-    changes = part(2, _mutation([(DESTINATION, endpoint), *headers], removed))
-    value = part(5, part(1, part(1, DESTINATION) + part(2, part(3, endpoint))))
+def destination(kind: int, headers: Mapping[bytes, bytes], removed: Iterable[bytes]) -> bytes:
+    """Return the response to a message of this kind, headers or body, that changes the request's
+    headers. One of these is DESTINATION, which is also in the dynamic metadata."""
+    changes = part(2, _mutation(headers, removed))
+    value = part(5, part(1, part(1, DESTINATION) + part(2, part(3, headers[DESTINATION]))))
     metadata = part(8, part(1, part(1, _LB) + part(2, value)))
     return part(kind - 1, part(1, changes + b"\x28\x01")) + metadata  # 5: clear_route_cache
 
 
-def immediate(status: int, body: bytes, headers: Iterable[Header]) -> bytes:
+def immediate(status: int, body: bytes, headers: Mapping[bytes, bytes]) -> bytes:
     """Return the response that answers the client in place of a worker."""
     code = b"\x08" + _size(status)
     return part(7, part(1, code) + part(2, _mutation(headers)) + part(3, body))

@@ -16,7 +16,6 @@ import msgspec
 
 from lean_selector.core.errors import BadRequest, SelectorError, Unavailable, UnknownModel
 from lean_selector.core.health.ejections import FAILED
-from lean_selector.epp.messages import Header
 from lean_selector.gateway.fleet import GatewayFleet
 from lean_selector.gateway.headers import QueueHeaders, new_id, read_session
 from lean_selector.gateway.placing import Chooser, NoPair, NotChosen, Shed, peeked_model
@@ -33,8 +32,10 @@ RESOLVE_AGAIN_S: Final = 5.0
 # Bodies that wait for their end. Above it, further ones are routed by load, as they arrive.
 MOST_HELD_BYTES: Final = 128 << 20
 _NOBODY: Final = frozenset[int]()
+_ID: Final = b"x-reservation-id"
+_WORKER: Final = b"x-worker-id"
 _RANK: Final = b"x-data-parallel-rank"
-_OWN: Final = [b"x-reservation-id", b"x-worker-id", _RANK, *OF_PREFILL]
+_OWN: Final = (_ID, _WORKER, _RANK, *OF_PREFILL)
 # The last four: the reservation has moved to the worker that has answered; the stream ended before
 # the response; it broke the protocol; the data plane does not tell the response's end.
 EVENTS: Final = ("reserved", "no_body", "moved", "broken", "malformed", "held")
@@ -55,12 +56,18 @@ class Picked:
     """The chosen worker: what the data plane is told, and the reservation."""
 
     endpoints: bytes  # `IP:port`, perhaps with a second choice behind a comma
-    use: WorkerUse | None  # None for a request without a body, like `routed`
-    routed: Routed | None
-    headers: list[Header] = field(default_factory=list)  # set on the request
-    # Headers that the request must not keep. A client does not choose the rank of a worker.
-    removed: list[bytes] = field(default_factory=list)
+    use: WorkerUse | None = None  # None for a request without a body, like `routed`
+    routed: Routed | None = None
+    headers: dict[bytes, bytes] = field(default_factory=dict)  # that the request gets
     body: bytes | None = None  # replaces the request's, if given
+
+    @property
+    def removed(self) -> list[bytes]:
+        """The headers that the request must not keep, since a client may have sent them."""
+        removed = [name for name in _OWN if name not in self.headers]
+        if self.body is not None and self.routed and self.routed.additions.change_answer:
+            removed.append(b"accept-encoding")  # so that the answer can be read
+        return removed
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +96,8 @@ class Addresses:
         self._fleet = fleet
         self._resolve = resolve
         self._revision = -1
-        self._names: dict[str, Url] = {}  # by base URL
+        self._urls: dict[str, Url] = {}  # by base URL
+        self._ips: dict[str, str] = {}  # by name; empty if it does not resolve
         self._ask_after = 0.0
         self._asking: asyncio.Task[None] | None = None
         self.by_base: dict[str, bytes] = {}
@@ -99,48 +107,49 @@ class Addresses:
     def unresolved(self) -> int:
         """How many workers cannot be chosen, because their names do not resolve."""
         self.follow()
-        return len(self._names.keys() - self.by_base)
+        return len(self._urls) - len(self.by_base)
 
     def follow(self) -> None:
         """Reads the workers again, if they have changed."""
-        if self._revision == self._fleet.revision:
-            return
-        self._revision = self._fleet.revision
-        urls = {base: Url(base) for base in self._fleet.bases()}
-        found = {base: _address(url.host, url.port) for base, url in urls.items()}
-        self._names = {base: urls[base] for base, address in found.items() if not address}
-        self._set({base: found[base] or self.by_base.get(base, b"") for base in found})
-        self._ask_after = 0.0
-        self.tick(monotonic())
+        if self._revision != self._fleet.revision:
+            self._revision = self._fleet.revision
+            self._urls = {base: Url(base) for base in self._fleet.bases()}
+            self._spell()
+            self._ask_after = 0.0
+            self.tick(monotonic())
 
-    def _set(self, addresses: dict[str, bytes]) -> None:
-        self.by_base = {base: address for base, address in addresses.items() if address}
-        self._by_spelling = {}  # data planes may leave the port or the brackets away
-        for base, address in self.by_base.items():
-            ip, _, port = address.rpartition(b":")
-            bare = ip.strip(b"[]")
-            for spelling in {address, b"%b:%b" % (bare, port), ip, bare}:
+    def _spell(self) -> None:
+        self.by_base, self._by_spelling = {}, {}
+        for base, url in self._urls.items():
+            ip = _ip_of(self._ips.get(url.host, url.host))
+            if ip is None:
+                continue
+            bare, port = str(ip).encode(), b":%d" % url.port
+            host = bare if ip.version == 4 else b"[%b]" % bare
+            self.by_base[base] = host + port
+            # Data planes may leave the port or the brackets away.
+            for spelling in {host + port, bare + port, host, bare}:
                 self._by_spelling.setdefault(spelling, []).append(base)
 
     def tick(self, now: float) -> None:
         """Looks up the names again, if that is due."""
         is_asking = self._asking is not None and not self._asking.done()
-        if self._names and now >= self._ask_after and not is_asking:
+        if now >= self._ask_after and not is_asking:
             self._ask_after = now + RESOLVE_AGAIN_S
-            self._asking = watched("addresses", self._ask(self._names))
+            self._asking = watched("addresses", self._ask())
 
-    async def _ask(self, names: dict[str, Url]) -> None:
-        found = await asyncio.gather(*map(self._found, names.values()))
-        new = dict(zip(names, found, strict=True))
-        self._set({**self.by_base, **{base: new[base] for base in new if base in self._names}})
+    async def _ask(self) -> None:
+        names = {url.host: url.port for url in self._urls.values() if _ip_of(url.host) is None}
+        found = await asyncio.gather(*[self._found(*each) for each in names.items()])
+        self._ips = dict(zip(names, found, strict=True))
+        self._spell()
 
-    async def _found(self, url: Url) -> bytes:
+    async def _found(self, name: str, port: int) -> str:
         try:
-            addresses = await self._resolve(url.host, url.port)
+            addresses = await self._resolve(name, port)
         except OSError:
-            return b""
-        found = [_address(each[0], url.port) for _, each in addresses if isinstance(each, tuple)]
-        return found[0] if found else b""
+            return ""
+        return next((each[0] for _, each in addresses if isinstance(each, tuple)), "")
 
     def among(self, subset: list[bytes] | None) -> list[str] | None:
         """Return the base URLs of the workers that may be offered; None: all of them."""
@@ -157,13 +166,12 @@ class Addresses:
             self._asking.cancel()
 
 
-def _address(host: str, port: int) -> bytes:
-    """Return `IP:port`, with an IPv6 address in brackets; empty if the host is a name."""
+def _ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that a host is, without its zone; None if the host is a name."""
     try:
-        ip = ipaddress.ip_address(host.partition("%")[0])
+        return ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return b""
-    return (f"[{ip}]:{port}" if ip.version == 6 else f"{ip}:{port}").encode()
+        return None
 
 
 def _model_alone(body: bytes) -> bytes:
@@ -191,8 +199,8 @@ class Picker:
     def __post_init__(self) -> None:
         self.held_bytes = 0  # of bodies
         self.live: set[Live] = set()
-        self.counts = Counter[str]()  # of EVENTS
-        self.refused = Counter[int]()  # by status
+        self.counts = Counter(dict.fromkeys(EVENTS, 0))
+        self.refused = Counter[str]()  # by status
 
     @property
     def is_full(self) -> bool:
@@ -233,13 +241,10 @@ class Picker:
         if request.body is None:
             return self._any(among)
         is_by_load = not (request.body and request.awaits_prompt)
+        body = _model_alone(request.body) if is_by_load else request.body
+        forwards = request.forwards and not is_by_load
         try:
-            routed = yield from self.prompts.read(
-                request.path,
-                _model_alone(request.body) if is_by_load else request.body,
-                self.tenant_id,
-                request.forwards and not is_by_load,
-            )
+            routed = yield from self.prompts.read(request.path, body, self.tenant_id, forwards)
         except BadRequest:
             if request.body:
                 raise
@@ -259,21 +264,14 @@ class Picker:
         if endpoint is None:  # registered while the request waited
             use.end(None)
             raise Unavailable(_NO_WORKER)
-        choice = Picked(endpoint + self._fallback(use, routed), use, routed)
-        choice.headers.append((b"x-reservation-id", reservation_id.encode()))
-        choice.headers.append((b"x-worker-id", b"%d" % (use.worker_id or 0)))
-        if use.dp_rank is None:
-            choice.removed.append(_RANK)
-        else:
-            choice.headers.append((_RANK, b"%d" % use.dp_rank))
+        headers = {_ID: reservation_id.encode(), _WORKER: b"%d" % (use.worker_id or 0)}
+        if use.dp_rank is not None:
+            headers[_RANK] = b"%d" % use.dp_rank
         if (leg := use.leg) is not None:
-            choice.headers += prefill_headers(leg.endpoint.text, leg.worker_id or 0, leg.dp_rank)
-        told = [name for name, _ in choice.headers]
-        choice.removed += [name for name in OF_PREFILL if name not in told]
-        if request.forwards and not is_by_load:
+            headers |= prefill_headers(leg.endpoint.text, leg.worker_id or 0, leg.dp_rank)
+        choice = Picked(endpoint + self._fallback(use, routed), use, routed, headers)
+        if forwards:
             choice.body = routed.body
-            if routed.additions.change_answer:
-                choice.removed.append(b"accept-encoding")  # so that the answer can be read
         routed.body = b""
         self.counts["reserved"] += 1
         return choice
@@ -284,7 +282,7 @@ class Picker:
         if endpoint is None:
             raise Unavailable(_NO_WORKER)
         self.counts["no_body"] += 1
-        return Picked(self.addresses.by_base[endpoint.text], None, None, removed=_OWN)
+        return Picked(self.addresses.by_base[endpoint.text])
 
     def _fallback(self, use: WorkerUse, routed: Routed) -> bytes:
         """Return another worker for the request, behind a comma, if one is to be named."""

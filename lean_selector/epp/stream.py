@@ -38,8 +38,8 @@ log = logging.getLogger("lean_selector.epp")
 MOST_BODY_BYTES: Final = 8 << 20  # of a body that is kept until a worker is chosen by its prompt
 MOST_KEPT_BYTES: Final = 16 << 20  # of one that is longer, while it waits for any worker
 _TOO_LARGE: Final = Refused(413, "the request body is too large to wait for a worker")
-_JSON: Final = (b"content-type", b"application/json")
-_RETRY: Final = (b"retry-after", b"1")
+_JSON: Final = {b"content-type": b"application/json"}
+_JSON_LATER: Final = {**_JSON, b"retry-after": b"1"}
 _HELD: Final = (
     "the gateway sends no part of responses (response body NONE, no trailers), so a reservation "
     "stays until --lifecycle-from or its expiry ends it: set response_trailer_mode: SEND"
@@ -66,7 +66,6 @@ class Channel(Protocol):
     def fail(self, status: int, text: str) -> None: ...
 
 
-_BUFFERED: Final = (messages.BUFFERED, messages.BUFFERED_PARTIAL)
 INVALID_ARGUMENT: Final = 3
 INTERNAL: Final = 13
 
@@ -74,7 +73,7 @@ INTERNAL: Final = 13
 class ExtProcStream:
     """Answers the messages of one stream. Used only on the loop's thread."""
 
-    def __init__(self, channel: Channel, picker: Picker, credential: bytes | None = None) -> None:
+    def __init__(self, picker: Picker, channel: Channel, credential: bytes | None = None) -> None:
         """`credential`: that of the data plane."""
         self.phase = Phase.BEGUN
         self.held_bytes = 0  # of the body
@@ -149,7 +148,7 @@ class ExtProcStream:
             self._choose(messages.REQUEST_HEADERS, None)
         elif mode == messages.FULL_DUPLEX:
             pass  # nothing is answered before the body is whole
-        elif mode in _BUFFERED:
+        elif mode == messages.BUFFERED:
             self._channel.send(messages.unchanged(messages.REQUEST_HEADERS))
         else:
             self._passes = True
@@ -160,8 +159,8 @@ class ExtProcStream:
         if mode != messages.FULL_DUPLEX:
             if self.phase is Phase.BODY:  # BUFFERED: the whole body, even if trailers follow
                 self._is_whole = True
-                fits = (mode == messages.BUFFERED or is_last) and len(body) <= MOST_BODY_BYTES
-                self._choose(messages.REQUEST_BODY, (body or None) if fits else b"")
+                known = (body or None) if len(body) <= MOST_BODY_BYTES else b""
+                self._choose(messages.REQUEST_BODY, known)
             else:
                 self._answer_later(messages.unchanged(messages.REQUEST_BODY))
             return
@@ -259,9 +258,9 @@ class ExtProcStream:
     def _answer_refused(self, refused: Refused) -> None:
         """Answers the client in place of a worker, which ends the stream."""
         self._stop_looking()
-        self._picker.refused[refused.status] += 1
+        self._picker.refused[str(refused.status)] += 1
         self._end(None)
-        headers = [_JSON, _RETRY] if refused.status in (429, 503) else [_JSON]
+        headers = _JSON_LATER if refused.status in (429, 503) else _JSON
         body = OpenAiErrorBody.encoded(*refused)
         self._channel.send(messages.immediate(refused.status, body, headers))
         self._channel.finish()
@@ -270,9 +269,8 @@ class ExtProcStream:
         self._choice = choice
         self._sent_at = monotonic()
         self.phase = Phase.SENT
-        told = [
-            messages.destination(self._answers, choice.endpoints, choice.headers, choice.removed)
-        ]
+        headers = {messages.DESTINATION: choice.endpoints, **choice.headers}
+        told = [messages.destination(self._answers, headers, choice.removed)]
         if self._modes[0] == messages.FULL_DUPLEX and (self._body or self._passes):
             body = b"".join(self._body) if choice.body is None else choice.body
             # Trailers end the stream in place of the last piece.

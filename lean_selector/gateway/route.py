@@ -59,7 +59,7 @@ def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: b
     extra = lines % (where, selection.worker_id, selection.dp_rank, reservation_id, overlap)
     if not isinstance(prefill := selection.prefill, UnsetType):
         named = prefill_headers(prefill.endpoint, prefill.worker_id, prefill.dp_rank)
-        extra += b"".join([b"%b: %b\r\n" % each for each in named])
+        extra += b"".join([b"%b: %b\r\n" % each for each in named.items()])
     extra += pair_line(selection.disaggregation)
     if why_not is not None:
         extra += b"x-lean-prompt: %b\r\n" % why_not.why.encode("ascii")
@@ -75,16 +75,14 @@ OF_PREFILL: Final = (
 )
 
 
-def prefill_headers(
-    endpoint: str, worker_id: int, dp_rank: int | None
-) -> list[tuple[bytes, bytes]]:
+def prefill_headers(endpoint: str, worker_id: int, dp_rank: int | None) -> dict[bytes, bytes]:
     """Return the headers that name the prefill worker of a pair; without a rank if it has only one.
     llm-d's sidecar in front of the decode worker reads the first, and runs the prefill there.
     Raises Unavailable."""
     values = [_authority_of(endpoint), b"%d" % worker_id]
     if dp_rank is not None:
         values.append(b"%d" % dp_rank)
-    return list(zip(OF_PREFILL, values, strict=False))
+    return dict(zip(OF_PREFILL, values, strict=False))
 
 
 def _authority_of(endpoint: str) -> bytes:
