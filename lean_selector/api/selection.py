@@ -56,7 +56,6 @@ from lean_selector.core.selection.shapes import (
     WorkerLoad,
     WorkerRecord,
 )
-from lean_selector.core.sessions.table import check_session_id
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, allowed_workers, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
@@ -337,7 +336,7 @@ class SelectionService(WorkerHandlers):
                 if body.pinned_worker is not None or body.affinity_target is not None:
                     session_id = None  # the session has no effect on these
                 else:
-                    check_session_id(session_id)
+                    partition.sessions.check_id(session_id)
         if body.selection_id is not None:
             check_id("selection_id", body.selection_id)
         override = body.router_config_override

@@ -17,8 +17,7 @@ import msgspec
 from lean_selector.api.logs import LineWriter
 from lean_selector.app.host import StartError
 from lean_selector.core.load.shapes import Reservation
-from lean_selector.core.replication.events import ReplicaTarget
-from lean_selector.core.replication.ledger import LifecycleEvents
+from lean_selector.core.replication.ledger import LifecycleEvents, ReplicaTarget
 from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.reservations import LEG

@@ -21,10 +21,9 @@ from lean_selector.core.replication.catch_up import CatchUp, Fate, live_reservat
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
-    ReplicaTarget,
     Verdict,
 )
-from lean_selector.core.replication.ledger import copies_expire_s
+from lean_selector.core.replication.ledger import ReplicaTarget, copies_expire_s
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.peer_sessions import PeerSessions

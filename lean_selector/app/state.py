@@ -30,8 +30,8 @@ from lean_selector.app.state_files import (
 from lean_selector.app.state_persister import LiveReservations, Persister
 from lean_selector.core.errors import SelectorError
 from lean_selector.core.load.shapes import WorkerRow
-from lean_selector.core.replication.events import ReplicaTarget, restore
-from lean_selector.core.replication.ledger import copies_expire_s
+from lean_selector.core.replication.events import restore
+from lean_selector.core.replication.ledger import ReplicaTarget, copies_expire_s
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.selector import Selector

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory, sealed
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.parts import Part
 from lean_selector.tasks import in_thread, supervise
 from lean_selector.wire.exposition import Families, by, table

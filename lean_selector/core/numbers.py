@@ -1,12 +1,17 @@
 """Limits of numbers on the wire (D6), and checks of arguments that Python callers pass."""
 
 from collections.abc import Callable
-from typing import SupportsFloat, SupportsIndex, TypeVar
+from typing import Annotated, SupportsFloat, SupportsIndex, TypeVar
+
+from msgspec import Meta
 
 U64_MAX = 2**64 - 1  # ids, hashes and token counts are unsigned 64 bits
 MAX_ISL_TOKENS = 2**53 - 1  # the largest integers that a float holds exactly
 MAX_RANKS = 4096  # per worker; every rank costs a row
 RANK_LIMIT = 2**32 - 1  # ranks are u32, and so is the end of a worker's range
+
+U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
 
 
 # -- arguments of Python callers -------------------------------------------------------------------

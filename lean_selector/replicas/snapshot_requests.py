@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveReservation, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.events.ingest_turns import Pauses

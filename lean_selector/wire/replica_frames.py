@@ -17,8 +17,9 @@ from typing import Literal
 import msgspec
 
 from lean_selector.core.load.shapes import ReservationSpec
+from lean_selector.core.numbers import U64
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.core.sessions.shapes import U64, SessionEvent
+from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.wire.messagepack import array_header, count_of
 from lean_selector.wire.replica_shapes import (
     Add,

@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lean_selector.core.numbers import U64_MAX
-from lean_selector.core.sessions.shapes import U64
-from lean_selector.wire.scalars import U32, NonNegative
+from lean_selector.core.numbers import U32, U64, U64_MAX
+from lean_selector.wire.scalars import NonNegative
 
 
 class Duration(msgspec.Struct, gc=False):

@@ -12,7 +12,7 @@ import msgspec
 from lean_selector.core.hashing import unpack_signed
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.replication.catch_up import live_reservation
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.sessions.shapes import LiveSession
 from lean_selector.wire.replica_shapes import (

@@ -119,7 +119,6 @@ def _halved(wide: bytes) -> bytes | None:
 
 # msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it. `extra_json_schema` is what
 # /openapi.json says of a type besides; it checks nothing.
-U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NonNegative = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
 
 

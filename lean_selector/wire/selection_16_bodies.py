@@ -9,6 +9,7 @@ from typing import Self
 import msgspec
 from msgspec import UnsetType
 
+from lean_selector.core.numbers import U32
 from lean_selector.core.selection.router_settings import NotNegative, RouterOverride
 from lean_selector.core.selection.shapes import (
     Booked,
@@ -22,7 +23,7 @@ from lean_selector.core.selection.shapes import (
     RankLoadRow,
     WorkerLoad,
 )
-from lean_selector.wire.scalars import U32, NonNegative, check_u64
+from lean_selector.wire.scalars import NonNegative, check_u64
 from lean_selector.wire.selection_bodies import (
     Change,
     PrefillLeg,

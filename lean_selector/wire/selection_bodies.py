@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.load.shapes import BusyThreshold
-from lean_selector.core.numbers import MAX_RANKS
+from lean_selector.core.numbers import MAX_RANKS, U32
 from lean_selector.core.selection.router_settings import NotNegative, RouterOverride, UpToOne
 from lean_selector.core.selection.shapes import (
     BOTH,
@@ -27,7 +27,6 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.wire.scalars import (
     ABSENT,
     DEFAULT_GROUP,
-    U32,
     HashList,
     JsonText,
     NonNegative,

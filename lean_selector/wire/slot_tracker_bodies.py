@@ -7,7 +7,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.load.shapes import WorkerRow
-from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, hashes_from_json
+from lean_selector.core.numbers import U32
+from lean_selector.wire.scalars import NonNegative, check_u64, group_of, hashes_from_json
 
 
 class ScopedBody(msgspec.Struct, kw_only=True):

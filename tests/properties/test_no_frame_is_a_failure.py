@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.events import ReplicaApplier, ReplicaTarget, Verdict
+from lean_selector.core.replication.events import ReplicaApplier, Verdict
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import SessionSettings

@@ -7,7 +7,7 @@ from typing import Any, cast
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.speeds import LEAST_TOKENS, WINDOW
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import SourceSink, Worker
 from lean_selector.core.selection.partition import Partition

@@ -6,13 +6,13 @@ from lean_selector.core.replication.catch_up import CatchUp, live_reservation
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
-    ReplicaTarget,
     Verdict,
 )
 from lean_selector.core.replication.ledger import (
     RESERVATION_EXPIRY_S,
     Ledger,
     Ledgers,
+    ReplicaTarget,
     copies_expire_s,
 )
 from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent

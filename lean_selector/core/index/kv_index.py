@@ -21,7 +21,6 @@ from lean_selector.core.hashing import IS_COMPILED, u64s
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict
-from lean_selector.core.index.kv_dump import RankDump, leading_names
 from lean_selector.core.index.lower_tiers import ROOT, Holdings, LowerMatches, LowerTier
 from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import (
@@ -213,6 +212,8 @@ class KvIndex:
     def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
         """Return a rank's engine hashes of a prompt's first `blocks` blocks. The rank must hold all
         of these blocks on its device."""
+        from lean_selector.core.index.kv_dump import leading_names
+
         return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
 
     # What is known of a rank beside its blocks
@@ -484,6 +485,8 @@ class KvIndex:
         that the list shows. `watermarks` is updated when a rank's last list was taken: with the
         watermarks that `watermark` returned before and after, or with none if the lists and the
         events since do not show all of the rank's blocks and copies."""
+        from lean_selector.core.index.kv_dump import RankDump
+
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):

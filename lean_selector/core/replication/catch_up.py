@@ -12,7 +12,7 @@ import msgspec
 
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 
 MAX_NOTED = 200_000  # ends: of a minute, at 3 000 a second

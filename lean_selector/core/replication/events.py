@@ -3,12 +3,12 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Protocol
 
 import msgspec
 
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import (
     Early,
     EventKind,
@@ -44,19 +44,6 @@ class Verdict(IntEnum):
     # PREFILL_COMPLETE or FREE before the ADD; stored for EARLY_MEMORY_S
     UNKNOWN_REQUEST = 7
     WORKER_MISMATCH = 8  # PREFILL_COMPLETE or FREE for another rank, and not from the owner
-
-
-class ReplicaTarget(Protocol):
-    """The part of a partition that replication uses."""
-
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def tenant_id(self) -> str: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def slots(self) -> Slots: ...
 
 
 _EarlyKey = tuple[str, str, str, int, int]  # model, tenant, request id, worker id, rank

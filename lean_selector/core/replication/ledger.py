@@ -10,7 +10,6 @@ from typing import Protocol
 
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.events import ReplicaTarget
 
 # How many seconds after its last touch a request admitted here expires (D12).
 RESERVATION_EXPIRY_S = 300.0
@@ -29,6 +28,19 @@ def republish_after_s(expiry_s: float) -> float:
     """Return the seconds between announcements of a live request to peers. At least two
     announcements fit into the `expiry_s` seconds after which an idle reservation expires."""
     return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
+
+
+class ReplicaTarget(Protocol):
+    """The part of a partition that replication uses."""
+
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def tenant_id(self) -> str: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def slots(self) -> Slots: ...
 
 
 class LifecycleEvents(Protocol):

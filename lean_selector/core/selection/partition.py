@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from lean_selector.core.errors import NO_ENDPOINTS, Unavailable
 from lean_selector.core.health.ejections import Ejections
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.index.shapes import Watermark
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankCounts, RankLoad
@@ -32,12 +31,13 @@ from lean_selector.core.selection.shapes import (
     SELECT_AND_RESERVE,
     WorkerSpec,
 )
-from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
 
-if TYPE_CHECKING:  # imported only with fair shares, and with domains
+if TYPE_CHECKING:  # each is imported only with its feature
+    from lean_selector.core.index.routed import RoutedPrompts
     from lean_selector.core.selection.fair_shares import FairShares
     from lean_selector.core.selection.transfer_domains import TransferDomains
+    from lean_selector.core.sessions.table import SessionTable
 
 # For up to this many allowed workers, ranks are looked up each time. Results for larger sets are
 # cached, at most this many; 6 MB of ids at most.
@@ -68,8 +68,8 @@ class Partition:
         queue: Queue | None = None,
         ledgers: Ledgers | None = None,
         ejection: EjectionSettings | None = None,
-        routed: RoutedPrompts | None = None,
-        sessions: SessionTable | None = None,
+        routed: "RoutedPrompts | None" = None,
+        sessions: "SessionTable | None" = None,
         shares: "FairShares | None" = None,
     ) -> None:
         """`ledgers`, shared by all partitions, publishes reservations to other replicas. If it is

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from lean_selector.core.errors import Conflict, SelectorError, TooLate
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold
@@ -46,10 +45,10 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.core.selection.worker_health import WorkerHealth
-from lean_selector.core.sessions.table import SessionTables
 
 if TYPE_CHECKING:
     from lean_selector.core.selection.watch import ChoiceWatch
+    from lean_selector.core.sessions.table import SessionTables
 
 # A request that no worker can serve stays queued while others wait, because a worker that can may
 # register. If nothing happens, it is answered after this time (the reference: 60 s).
@@ -68,7 +67,7 @@ class Selector:
         new_index: Callable[[int], KvIndex] = KvIndex,
         thresholds: BusyThreshold = OFF,
         on_discarded: Callable[[Partition], None] = lambda partition: None,
-        sessions: SessionTables | None = None,
+        sessions: "SessionTables | None" = None,
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None,
         call_soon: CallSoon | None = None,
         call_later: CallLater | None = None,
@@ -84,6 +83,8 @@ class Selector:
         }
         self.ledgers = Ledgers(settings.reservation_expiry_s)  # set `events` before any worker
         if sessions is None and settings.sessions is not None:
+            from lean_selector.core.sessions.table import SessionTables
+
             sessions = SessionTables(settings.sessions)
         self.sessions = sessions  # None: sessions are off
         self._rng = rng
@@ -120,6 +121,8 @@ class Selector:
         terms = self.terms_of(key[0])
         routed = None
         if ttl_s > 0.0:
+            from lean_selector.core.index.routed import RoutedPrompts
+
             until_events = self.settings.use_kv_events
             beside = index.empty_copy() if until_events else index
             routed = RoutedPrompts(beside, ttl_s, until_events=until_events)

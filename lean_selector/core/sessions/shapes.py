@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.numbers import U32, U64, U64_MAX
 
 
 class Binding(msgspec.Struct, eq=False, gc=False):
@@ -34,10 +34,6 @@ class SessionReservation(msgspec.Struct, frozen=True, eq=False, gc=False):
     binding: Binding
     sequence: int  # the binding's sequence when the reservation was booked
     writer_id: int
-
-
-U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
 
 
 class SessionEvent(msgspec.Struct, frozen=True, gc=False, kw_only=True):

@@ -35,12 +35,6 @@ MAX_AHEAD: Final = 24 * 60 * 60 * 10**9
 _SWEEP_FOR_ROOM: Final = 16
 
 
-def check_session_id(session_id: str) -> None:
-    """Raise BadRequest for an id with more than MAX_ID_BYTES bytes as UTF-8."""
-    if 4 * len(session_id) > MAX_ID_BYTES and len(session_id.encode()) > MAX_ID_BYTES:
-        raise BadRequest(f"session affinity ID must not exceed {MAX_ID_BYTES} bytes")
-
-
 class SessionCounts:
     """The number of session reservations by result, and the number of expired bindings."""
 
@@ -113,6 +107,11 @@ class SessionTable:
         """Number of sessions that have a live reservation on this replica."""
         return len(self._held)
 
+    def check_id(self, session_id: str) -> None:
+        """Raise BadRequest for an id with more than MAX_ID_BYTES bytes as UTF-8."""
+        if _is_too_long(session_id):
+            raise BadRequest(f"session affinity ID must not exceed {MAX_ID_BYTES} bytes")
+
     def bound(self, session_id: str, now: float) -> Binding | None:
         """Return a session's binding; None if the session is unbound or the binding has expired."""
         binding = self._bindings.get(session_id)
@@ -183,7 +182,7 @@ class SessionTable:
         if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
             return SessionVerdict.SEQUENCE
         session_id = event.session_id
-        if 4 * len(session_id) > MAX_ID_BYTES and len(session_id.encode()) > MAX_ID_BYTES:
+        if _is_too_long(session_id):
             return SessionVerdict.TOO_LONG
         expires_at = now - idle_s + self.ttl_s
         if expires_at <= now:
@@ -299,3 +298,7 @@ class SessionTable:
             sequence=binding.sequence,
             writer_id=binding.writer_id,
         )
+
+
+def _is_too_long(session_id: str) -> bool:
+    return 4 * len(session_id) > MAX_ID_BYTES and len(session_id.encode()) > MAX_ID_BYTES

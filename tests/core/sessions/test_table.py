@@ -10,7 +10,6 @@ from lean_selector.core.sessions.table import (
     MAX_SEQUENCE,
     SessionTable,
     SessionTables,
-    check_session_id,
 )
 from lean_selector.core.settings import SessionSettings
 from tests.support.reservations import session_event
@@ -53,12 +52,12 @@ def heard(
 # -- bookings --------------------------------------------------------------------------------------
 
 
-def test_an_id_is_measured_in_bytes() -> None:
+def test_an_id_is_measured_in_bytes(table: SessionTable) -> None:
     for fits in ("", "x" * 256, "é" * 128, "\U0001f600" * 64):
-        check_session_id(fits)
+        table.check_id(fits)
     for too_long in ("x" * 257, "é" * 129, "\U0001f600" * 65):
         with pytest.raises(BadRequest, match=r"^session affinity ID must not exceed 256 bytes$"):
-            check_session_id(too_long)
+            table.check_id(too_long)
 
 
 # -- peers -----------------------------------------------------------------------------------------
