@@ -14,7 +14,6 @@ from lean_selector.api.logs import LogState
 from lean_selector.api.replies import CallSoon, SlicedAnswers
 from lean_selector.api.routes import Route
 from lean_selector.http.connections import Connections
-from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.wire.exposition import (
     CONTENT_TYPE,
@@ -118,7 +117,6 @@ def observed(
     title: str,
     access_log: bool,
     overload_status: int = 503,
-    lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
     connections: Connections,
@@ -126,8 +124,8 @@ def observed(
     """Return the HTTP application for `routes`. Must be called while the event loop runs.
 
     `families_of` gets the counters of all routes and the counters `meters`, and returns metrics.
-    `service` is the service's name in metrics. `title` is that of /openapi.json. `lines` returns
-    headers of error answers. With `tokens`, a request needs a token of the route's role."""
+    `service` is the service's name in metrics. `title` is that of /openapi.json. With `tokens`, a
+    request needs a token of the route's role."""
     loop = asyncio.get_running_loop()
     made: Families = []
 
@@ -145,7 +143,7 @@ def observed(
 
     routes = (*routes, metrics_route(families, loop.call_soon))
     routes = (*routes, openapi_route(title, routes, loop.call_soon, asks_tokens=tokens is not None))
-    gate = Gate(routes, overload_status, lines, tokens)
+    gate = Gate(routes, overload_status, tokens)
     if tokens is not None:
         connections.refuses = gate.refuses
     lag = LoopLag(loop.call_later)

@@ -40,12 +40,10 @@ class Gate:
         self,
         routes: Iterable[Route],
         overload_status: int = 503,
-        lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
         tokens: AccessTokens | None = None,
     ) -> None:
         """`overload_status` is the status for requests that are shed because all workers are busy.
-        `lines` returns header lines for the answer to a failed request; its last argument has the
-        field names of the route's body. Without `tokens`, no request needs a token."""
+        Without `tokens`, no request needs a token."""
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Route]]] = []
         for route in routes:
@@ -59,7 +57,6 @@ class Gate:
         self._unrouted = RouteMeter("", "none")
         self.meters = [*(value[1] for _, _, value in metered), self._unrouted]
         self._overload_status = overload_status
-        self._lines = lines
         self._roles: dict[bytes | None, Role] = {} if tokens is None else tokens.roles
 
     def __call__(self, request: Request) -> Answer:
@@ -137,7 +134,9 @@ class Gate:
         if isinstance(error, msgspec.ValidationError):
             error = shape_fault(request, error)
         if isinstance(error, SelectorError):
-            lines = b"" if self._lines is None else self._lines(request, error, route.fields())
+            from lean_selector.api.header_warnings import refusal_lines
+
+            lines = refusal_lines(request, error, route.fields())
             return reply(error.status, ErrorBody(error.message), lines)
         _log.error(
             "a handler failed", exc_info=error, extra={"path": request.path.decode("latin-1")}

@@ -2,18 +2,16 @@
 fields of the body, and endpoints of a registration that are probably wrong.
 
 The headers are computed for failed requests, for registrations and changes of workers, and for
-reports of how requests ended, but not for requests that get a worker."""
+reports of how requests ended, but not for requests that get a worker. Imported at the first of
+these."""
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Final, Protocol
 
 import msgspec
 
-from lean_selector.api.access import ADMIN
-from lean_selector.api.replies import Answer, is_json, printable, warning_line
-from lean_selector.api.routes import Route
+from lean_selector.api.replies import is_json, printable, warning_line
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Worker
@@ -64,7 +62,6 @@ _OTHER_NAMES: Final = {
     "ttft_seconds": "ttft_ms",
     "cached": "cached_tokens",
 }
-_log = logging.getLogger("lean_selector.server")
 _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
@@ -91,25 +88,6 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
         if error.other_tenants is not None:
             warnings.insert(0, error.other_tenants)
     return lines + warning_line(warnings) if warnings else lines
-
-
-def with_warnings(route: Route) -> Route:
-    """Changes and returns `route`: its successful answers now also warn of unknown fields. Of a
-    registration it is logged too: it may be in use for long, for another model than meant."""
-    run, fields = route.run, route.fields()
-
-    def answer(request: Request, param: bytes | None) -> Answer:
-        result = run(request, param)
-        warnings = unread_fields(request, fields)
-        if not warnings or not isinstance(result, bytes):
-            return result
-        if route.role is ADMIN:
-            _log.warning("%s %s: %s", route.method, route.path, "; ".join(warnings))
-        head, _, body = result.partition(b"\r\n\r\n")
-        return b"%b\r\n%b\r\n%b" % (head, warning_line(warnings), body)
-
-    route.run = answer
-    return route
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:

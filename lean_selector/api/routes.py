@@ -1,6 +1,7 @@
 """The routes of a service. One `Route` says everything about a route: who may call it, what it
 takes and answers, and which handler it has. The gate serves it, and /openapi.json describes it."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -15,13 +16,14 @@ from lean_selector.api.bodies import (
     shape_fault,
     worker_id_param,
 )
-from lean_selector.api.replies import Answer, LaterReply, Reply, is_json, sent
+from lean_selector.api.replies import Answer, LaterReply, Reply, is_json, sent, warning_line
 from lean_selector.core.errors import SelectorError
 from lean_selector.http.head import Request
 from lean_selector.wire.selection_bodies import Ok
 
 Run = Callable[[Request, bytes | None], Answer]  # the second argument is the path parameter
 
+_log = logging.getLogger("lean_selector.server")
 _NOTHING: Final = frozenset[str]()
 _PARAMETERS: Final[dict[str, Callable[[bytes], Any]]] = {
     "worker_id": worker_id_param,
@@ -50,6 +52,7 @@ class Route:
     status: int = 200
     also: int = 0  # another status of this answer
     sheds: bool = False  # it may answer that all workers are busy
+    warns: bool = False  # successful answers warn of unknown fields, as failed ones always do
     is_raw: bool = False  # the handler gets the Request and the encoded parameter
     # If access tokens are on: answers requests without a valid one; and encodes the answers 401 and
     # 403, if the route's errors do not have the form `{"error": ...}`.
@@ -60,6 +63,8 @@ class Route:
         self._read_param = _PARAMETERS.get(self.path.partition("{")[2].partition("}")[0])
         self._read_body = None if self.body is None else body_reader(self.body)
         self.run: Run = self.handler if self.is_raw else self._answer
+        if self.warns:
+            self.run = self._warned
 
     def fields(self) -> frozenset[str]:
         """Return the names of the body's fields."""
@@ -80,6 +85,20 @@ class Route:
                 return sent(self.status, self.handler(query_of(request, self.query)))
             return sent(self.status, self.handler())
         return sent(self.status, self.handler(read_body(request)))
+
+    def _warned(self, request: Request, param: bytes | None) -> Answer:
+        """Answers with a warning of unknown fields. Of a registration it is logged too: it may be
+        in use for long, for another model than meant."""
+        from lean_selector.api.header_warnings import unread_fields
+
+        answer = self._answer(request, param)
+        warnings = unread_fields(request, self.fields())
+        if not warnings or not isinstance(answer, bytes):
+            return answer
+        if self.role is ADMIN:
+            _log.warning("%s %s: %s", self.method, self.path, "; ".join(warnings))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return b"%b\r\n%b\r\n%b" % (head, warning_line(warnings), body)
 
     def _handled(self, parsed: object, request: Request) -> object:
         """Calls the handler with the optional body, or with None."""

@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 
 from lean_selector.api.access import ADMIN, READ, WRITE
 from lean_selector.api.bodies import SCOPE_FIELDS, BadQuery, Query, wants_detail
-from lean_selector.api.header_warnings import with_warnings
 from lean_selector.api.replies import Answer, CallSoon, Queued, SlicedAnswers
 from lean_selector.api.routes import Route
 from lean_selector.api.shared_handlers import OK, ReplicationApi
@@ -176,12 +175,12 @@ class SelectionService(WorkerHandlers):
         """Return all routes of the selector."""
         of = self._of
         return (
-            with_warnings(Route("POST", "/workers", ADMIN, "workers",
-                "Register a worker, or replace its record",
-                self.register, body=of(WorkerRequest), gives=WorkerRecord, status=201)),
-            with_warnings(Route("PATCH", "/workers/{worker_id}", ADMIN, "workers",
+            Route("POST", "/workers", ADMIN, "workers",
+                "Register a worker, or replace its record", self.register,
+                body=of(WorkerRequest), gives=WorkerRecord, status=201, warns=True),
+            Route("PATCH", "/workers/{worker_id}", ADMIN, "workers",
                 "Change fields of a worker; absent or null fields stay",
-                self.patch, body=of(WorkerPatch), gives=WorkerRecord)),
+                self.patch, body=of(WorkerPatch), gives=WorkerRecord, warns=True),
             Route("POST", "/select", WRITE, "selections",
                 "Choose a rank for a prompt; reserves nothing",
                 self.select, body=of(SelectRequest), gives=of(Selection), sheds=True),

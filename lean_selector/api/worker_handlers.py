@@ -13,15 +13,11 @@ from msgspec import UNSET, UnsetType
 
 from lean_selector.api.access import ADMIN, OPEN, READ, WRITE
 from lean_selector.api.bodies import DETAIL, SCOPE_FIELDS, Query, wants_detail
-from lean_selector.api.header_warnings import (
-    Sources,
-    registration_warnings,
-    with_warnings,
-)
 from lean_selector.api.replies import Reply
 from lean_selector.api.routes import Route
 from lean_selector.api.shared_handlers import OK, ReplicaHandlers, ReplicationApi
 from lean_selector.core.health.ejections import EJECTED, IN_SERVICE, PROBATION
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerRecord
@@ -144,12 +140,16 @@ def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType
 # -- handlers --------------------------------------------------------------------------------------
 
 
-class KvSources(Sources, Protocol):
+class KvSources(Protocol):
     """Tells the state of the sources of KV events, by model and tenant or by worker."""
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> Sequence[SourceCondition]: ...
+
+    def listeners(self, key: str) -> Sequence[RankKey]: ...
+
+    def askers(self, key: str) -> Sequence[RankKey]: ...
 
 
 class WorkerHandlers(ReplicaHandlers):
@@ -183,9 +183,9 @@ class WorkerHandlers(ReplicaHandlers):
             Route("DELETE", "/workers/{worker_id}", ADMIN, "workers",
                 "Remove a worker, its index and its reservations",
                 self.remove, gives=WorkerRecord),
-            with_warnings(Route("POST", "/workers/{worker_id}/report", WRITE, "workers",
+            Route("POST", "/workers/{worker_id}/report", WRITE, "workers",
                 "Report the outcome of a request to a worker",
-                self.record_outcome, body=WorkerReport)),
+                self.record_outcome, body=WorkerReport, warns=True),
         )  # fmt: skip
 
     def record(self, worker: Worker) -> WorkerRecord:
@@ -233,6 +233,8 @@ class WorkerHandlers(ReplicaHandlers):
 
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
         """Return a worker's current record, with warnings about its endpoints."""
+        from lean_selector.api.header_warnings import registration_warnings
+
         record = self._records.one(worker)
         warnings = registration_warnings(worker, self._sources, self.selector.settings)
         return Reply(status, record, warnings) if warnings else record

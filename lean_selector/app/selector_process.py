@@ -13,7 +13,6 @@ import zmq.asyncio
 from lean_selector.api import logs
 from lean_selector.api.access import AccessTokens
 from lean_selector.api.application import observed
-from lean_selector.api.header_warnings import refusal_lines
 from lean_selector.api.routes import Route, durable
 from lean_selector.api.selection import DumpAnswers, SelectionService
 from lean_selector.api.shared_handlers import discovery_routes
@@ -222,7 +221,6 @@ def selector_app(
         title="lean-selector --api 1.6" if config.settings.dialect == API_1_6 else "lean-selector",
         access_log=config.listen.access_log,
         overload_status=overload_status,
-        lines=refusal_lines,
         tokens=tokens,
         meters=meters,
         connections=connections,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lean_selector.api.header_warnings import refusal_lines
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.response import encode_response
 from tests.support.gates import InProcess, answer_of, selection_gate, selection_service
@@ -23,7 +22,7 @@ class Service(InProcess):
         service = selection_service(dialect=dialect, **settings)
         service._dump = lambda: encode_response(200, b'{"all":1}')
         service._bare_dump = lambda: encode_response(200, b'{"bare":1}')
-        super().__init__(selection_gate(lines=refusal_lines, service=service))
+        super().__init__(selection_gate(service=service))
         self.register = partial(self.add_worker, block_size=4, max_num_batched_tokens=10)
         self.register(1)
 

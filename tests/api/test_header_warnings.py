@@ -11,7 +11,6 @@ import pytest
 
 from lean_selector.api.header_warnings import (
     known_models_line,
-    refusal_lines,
     registration_warnings,
 )
 from lean_selector.api.replies import warning_line
@@ -208,7 +207,7 @@ def headers(
 
 
 def gate_with(*models: str) -> InProcess:
-    gate = InProcess(selection_gate(lines=refusal_lines))
+    gate = InProcess(selection_gate())
     for number, model in enumerate(models):
         gate.add_worker(number, model_name=model)
     return gate

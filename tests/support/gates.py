@@ -116,13 +116,10 @@ def selection_service(
     )
 
 
-def selection_gate(
-    lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
-    service: SelectionService | None = None,
-) -> Gate:
+def selection_gate(service: SelectionService | None = None) -> Gate:
     """The routes of that service, or of a new one."""
     service = selection_service() if service is None else service
-    return Gate(service.routes(), lines=lines)
+    return Gate(service.routes())
 
 
 def slot_tracker_gate() -> Gate:
