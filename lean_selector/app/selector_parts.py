@@ -23,8 +23,7 @@ from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.events.ingest_turns import IndexSweeps
-from lean_selector.events.subscriptions import KvSubscriptions
+from lean_selector.events.subscriptions import IndexSweeps, KvSubscriptions
 from lean_selector.links.links import Links
 from lean_selector.parts import Part
 from lean_selector.tasks import supervise

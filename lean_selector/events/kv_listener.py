@@ -23,10 +23,10 @@ from lean_selector.core.index.kv_cursor import (
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Watermark
 from lean_selector.events.batch_work import BatchWork
-from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.source_watch import GRACE_S, SourceWatch, condition
 from lean_selector.links.link import Link, LinkState
 from lean_selector.links.links import Links
+from lean_selector.links.turns import Turns
 from lean_selector.tasks import supervise
 from lean_selector.wire.kv_events import MAX_BATCH_BYTES
 from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
@@ -70,7 +70,7 @@ class KvReplay:
     def __init__(
         self,
         links: Links,
-        turns: IngestTurns,
+        turns: Turns,
         endpoint: str,
         start: int,
         *,
@@ -170,7 +170,7 @@ class KvListener:
         ingest: KvIngest,
         endpoint: str,
         replay_endpoint: str | None,
-        turns: IngestTurns,
+        turns: Turns,
         *,
         replays: asyncio.Semaphore | None = None,
         has_work: Callable[[], bool] = lambda: True,
@@ -205,7 +205,6 @@ class KvListener:
             self._note_link,
             max_message_bytes=MAX_BATCH_BYTES,
         )
-        self._is_draining = False  # a drain of live messages is queued or running
         # Set while batches are missing that a replay may bring.
         self._replaying: asyncio.Task[None] | None = None
         self._replay: KvReplay | None = None
@@ -317,18 +316,14 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        if not self._is_draining:
-            self._is_draining = True
-            self._turns.start(self._drain_live, self._drained)
+        self._turns.start(self._drain_live, self._failed_to_drain)
 
-    def _drained(self, error: Exception | None) -> None:
-        self._is_draining = False
-        if error is not None:
-            # An internal error, since no payload raises. Continue with the next message.
-            self.cursor.lose(is_missing=True)
-            self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
-            self._replay_if_due()
-            asyncio.get_running_loop().call_later(self._retry_first_s, self._wake)
+    def _failed_to_drain(self, error: Exception) -> None:
+        # An internal error, since no payload raises. Continue with the next message.
+        self.cursor.lose(is_missing=True)
+        self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
+        self._replay_if_due()
+        asyncio.get_running_loop().call_later(self._retry_first_s, self._wake)
 
     def _drain_live(self, deadline: float) -> bool:
         for _ in range(MESSAGES_PER_TURN):

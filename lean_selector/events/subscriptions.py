@@ -12,16 +12,17 @@ from typing import Final
 
 import msgspec
 
+from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
 from lean_selector.core.index.shapes import Watermark
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
 from lean_selector.core.zmq_endpoints import zmq_key
-from lean_selector.events.ingest_turns import IngestTurns
-from lean_selector.events.kv_listener import KvListener
+from lean_selector.events.kv_listener import KvListener, logger
 from lean_selector.events.source_watch import GRACE_S
 from lean_selector.links.links import Links
+from lean_selector.links.turns import Turns
 from lean_selector.tasks import supervise
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
 
@@ -31,6 +32,8 @@ MAX_REPLAYS: Final = 64
 # Interval in seconds at which each source is checked. A check takes two microseconds.
 CHECK_EVERY_S: Final = 1.0
 CHECKS_PER_TURN: Final = 256
+SWEEP_SLICE_S: Final = 0.0005  # per turn of the loop, in addition to the slice for events
+_SWEEP_STEPS: Final = 4  # between two checks of the clock
 
 
 class KvSubscriptions:
@@ -40,7 +43,7 @@ class KvSubscriptions:
         """A rank may be silent or unreachable for `grace_s` seconds without a warning (D35)."""
         self._links = links
         self._grace_s = grace_s
-        self._turns = IngestTurns()
+        self._turns = Turns()
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
         self._held: set[RankKey] | None = None  # sources waiting for a recovery's end
         self._listeners: dict[RankKey, KvListener] = {}
@@ -256,6 +259,29 @@ class KvSubscriptions:
         for key in list(self._listeners):
             self.unsubscribe(*key)
         await asyncio.gather(*self._ending, return_exceptions=True)
+
+
+class IndexSweeps:
+    """Frees the memory of blocks that the KV indexes of this process have dropped. The memory is
+    freed in time slices, because freeing a large index at once would stop the event loop."""
+
+    def __init__(self) -> None:
+        self._turns = Turns(SWEEP_SLICE_S)
+
+    def start(self, index: KvIndex) -> None:
+        """Start to free the memory of the blocks that `index` has dropped, in time slices."""
+
+        def drain(deadline: float) -> bool:
+            while index.sweep(_SWEEP_STEPS):
+                if time.perf_counter() >= deadline:
+                    return True
+            return False
+
+        self._turns.start(drain, _sweep_failed)
+
+
+def _sweep_failed(error: Exception) -> None:  # an internal error; the index is unchanged
+    logger.error("sweep of the index failed: %r", error)
 
 
 def _leave(ranks: dict[str, list[RankKey]], endpoint: str, rank: RankKey) -> None:

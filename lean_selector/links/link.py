@@ -56,7 +56,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from lean_selector.links.links import MAX_BACKLOG_BYTES, Links
 from lean_selector.links.names import Address, numeric
-from lean_selector.tasks import supervise
+from lean_selector.tasks import failed, supervise
 
 if TYPE_CHECKING:
     from lean_selector.links.curve_keys import CurveClient
@@ -509,9 +509,13 @@ class Link:
         self._drop()
 
     def _wake(self) -> None:
-        self._links.read(self._take)
+        self._links.reading.start(self._take, self._failed_to_take)
 
-    def _take(self) -> bool:
+    def _failed_to_take(self, error: Exception) -> None:
+        failed("zmq link", "it reads on", error)
+        self._wake()  # the descriptor does not signal again
+
+    def _take(self, _deadline: float = 0.0) -> bool:
         """Receive a few messages from libzmq. Return True if libzmq may have more."""
         for _ in range(_MESSAGES_PER_READ):
             made = self._socket

@@ -6,8 +6,7 @@ until they are used. If too many bytes wait in the process, the connection with 
 bytes drops its oldest messages."""
 
 import asyncio
-import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +14,7 @@ import zmq
 import zmq.asyncio
 
 from lean_selector.links.names import Resolver
+from lean_selector.links.turns import Turns
 
 if TYPE_CHECKING:
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
@@ -27,8 +27,6 @@ MAX_BACKLOG_BYTES = 64 * 1024 * 1024
 _SHED_PART = 16
 # How many sockets are opened or closed per turn of the loop. Each takes some 50 us.
 STEPS_PER_TURN = 16
-# Reading time per turn of the loop, for all links together. The rest is read in the next turns.
-READ_SLICE_S = 0.001
 # How many probes per second search the reason of a missing connection, for all links together. With
 # 4 096 refused sources, each has its reason within 82 s, for some 3 % of a core.
 PROBES_PER_S = 50
@@ -101,8 +99,8 @@ class Links:
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
         self.is_ending = False  # once true, no link starts
-        self._unread: OrderedDict[Callable[[], bool], None] = OrderedDict()
-        self._is_reading = False
+        # All links together read for one slice in each turn of the loop, one after another.
+        self.reading = Turns()
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
         """Return a plain (not asyncio) socket, which is closed with the context."""
@@ -136,31 +134,3 @@ class Links:
         """Wait until the limit of probes (test connections) per second permits the next probe."""
         async with self._probing:
             await asyncio.sleep(1 / PROBES_PER_S)
-
-    # reading
-
-    def read(self, read: Callable[[], bool]) -> None:
-        """Call `read()` until it returns False. It reads a few messages. In each turn of the loop,
-        all links together read for READ_SLICE_S, one after another."""
-        self._unread[read] = None
-        if not self._is_reading:
-            self._is_reading = True
-            asyncio.get_running_loop().call_soon(self._read)
-
-    def _read(self) -> None:
-        ends = time.perf_counter() + READ_SLICE_S
-        try:
-            while self._unread:
-                read, _ = self._unread.popitem(last=False)
-                more = True  # also after an exception: the descriptor does not signal again
-                try:
-                    more = read()
-                finally:
-                    if more:
-                        self._unread[read] = None
-                if time.perf_counter() >= ends:
-                    break
-        finally:
-            self._is_reading = bool(self._unread)
-            if self._is_reading:
-                asyncio.get_running_loop().call_soon(self._read)

@@ -28,7 +28,8 @@ from lean_selector.links.curve_keys import CurveClient, CurveGate
 from lean_selector.links.link import check_link
 from lean_selector.links.links import Links
 from lean_selector.links.pub_socket import ReplicaPub, ReplicaSyncError
-from lean_selector.replicas.peer_links import MAX_TURN_S, ReplicaLinks
+from lean_selector.links.turns import SLICE_S
+from lean_selector.replicas.peer_links import ReplicaLinks
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
@@ -56,7 +57,7 @@ log = logging.getLogger("lean_selector.replica")
 HIGH_WATER_MARK = 100_000
 # Capacity of the outbox, as in the reference, for bursts larger than a turn can send.
 MAX_OUTBOX = 100_000
-# Events sent per turn of the loop from a backlog; fewer if MAX_TURN_S is over first.
+# Events sent per turn of the loop from a backlog; fewer if SLICE_S is over first.
 MAX_EVENTS_PER_TURN = 256
 # A turn of the loop publishes some hundreds of events; this many take some 4 ms.
 MAX_DUE_PER_TURN = 1_024
@@ -196,12 +197,12 @@ class ReplicaSync:
     def _flush(self) -> None:
         """Send queued events, oldest first. Sends at least as many as were queued since the last
         flush (up to MAX_DUE_PER_TURN), so that the queue does not fill under sustained load. Sends
-        more until MAX_TURN_S is over, up to MAX_EVENTS_PER_TURN in total."""
+        more until SLICE_S is over, up to MAX_EVENTS_PER_TURN in total."""
         outbox = self._outbox
         if self._pub.socket.closed:  # reservations that are freed after the end are not published
             outbox.clear()
         due = min(len(outbox) - self._left, MAX_DUE_PER_TURN)
-        ends = time.monotonic() + MAX_TURN_S
+        ends = time.monotonic() + SLICE_S
         for done in range(1, min(len(outbox), max(due, MAX_EVENTS_PER_TURN)) + 1):
             event = outbox.popleft()
             try:

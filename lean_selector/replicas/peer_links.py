@@ -6,21 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import zmq
 
-from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.links.curve_keys import CurveClient
 from lean_selector.links.link import Link, LinkState, Message
 from lean_selector.links.links import Links
 from lean_selector.links.pub_socket import MAX_MESSAGE_BYTES
+from lean_selector.links.turns import Turns
 from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
-
-# Time slice per turn of the loop, for all peers together: HTTP waits a millisecond at most.
-MAX_TURN_S = 0.001
 
 
 class ReplicaLinks:
@@ -44,9 +40,7 @@ class ReplicaLinks:
         self._is_started = False
         self._peers: dict[str, Link] = {}
         self._states: dict[str, tuple[str, float]] = {}  # (state, since)
-        self._turns = IngestTurns(MAX_TURN_S)
-        # Links whose messages are being handled, or wait for a turn.
-        self._draining: set[Link] = set()
+        self._turns = Turns()  # for all peers together
         self._ending: set[asyncio.Task[None]] = set()
         self._dropped = 0  # messages dropped by the links of removed peers
 
@@ -68,12 +62,26 @@ class ReplicaLinks:
         return len(self._peers)
 
     def add(self, endpoint: str) -> None:
+        def drain(deadline: float) -> bool:
+            while (message := link.take()) is not None:
+                self._on_message(message, time.monotonic())
+                if time.perf_counter() >= deadline:
+                    return True
+            return False
+
+        def failed(error: Exception) -> None:  # our bug; continue with the next message
+            log.error("message of replica peer %s failed", endpoint, exc_info=error)
+            wake()
+
+        def wake() -> None:
+            self._turns.start(drain, failed)
+
         link = Link(
             self._links,
             endpoint,
             zmq.SUB,
             self._subscribe,
-            lambda: self._wake(link),
+            wake,
             lambda: self._note(link),
             max_message_bytes=MAX_MESSAGE_BYTES,
             curve=self._curve,
@@ -128,26 +136,3 @@ class ReplicaLinks:
         log.info("replica peer %s is %s", endpoint, state, extra=fields)
         if state == "connected":
             self._on_connected()
-
-    # receiving
-
-    def _wake(self, link: Link) -> None:
-        """Have a peer's unread messages handled in time slices, unless this is under way."""
-        if link not in self._draining:
-            self._draining.add(link)
-            self._turns.start(partial(self._drain, link), partial(self._drained, link))
-
-    def _drain(self, link: Link, deadline: float) -> bool:
-        while True:
-            message = link.take()
-            if message is None:
-                return False
-            self._on_message(message, time.monotonic())
-            if time.perf_counter() >= deadline:
-                return True
-
-    def _drained(self, link: Link, error: Exception | None) -> None:
-        self._draining.discard(link)
-        if error is not None:  # our bug; continue with the next message
-            log.error("message of replica peer %s failed", link.endpoint, exc_info=error)
-            self._wake(link)

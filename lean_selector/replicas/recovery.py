@@ -21,9 +21,9 @@ from lean_selector.core.index.shapes import LearnedFacts, StoreResult
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
-from lean_selector.events.ingest_turns import Pauses
 from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, reason, succeeded
+from lean_selector.links.turns import Pauses
 from lean_selector.tasks import in_thread
 from lean_selector.wire.dump import BadEvent, decode_event, split_dump
 from lean_selector.wire.dump_shapes import DumpedPartition, LearnedRank, StoredBlocks

@@ -20,8 +20,8 @@ from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhi
 from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveReservation, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
-from lean_selector.events.ingest_turns import Pauses
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.links.turns import Pauses
 from lean_selector.replicas.mesh import ReplicaSync
 from lean_selector.replicas.recovery import PeerFailed, fetched
 from lean_selector.wire.replica_snapshot import (

@@ -10,11 +10,11 @@ import msgspec
 from lean_selector.api.judgements import Level, subject_of
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.discovery.particulars import Particulars
-from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvReplay, ReplayEnd, replay_frames
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.links.link import HTTP, first_bytes_at, is_greeting, why_unreachable
 from lean_selector.links.links import Links
+from lean_selector.links.turns import Turns
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.findings import CheckedReadiness, CheckedWorker, Finding, SelectorFacts
 from lean_selector.wire.fleet import Fleet
@@ -199,7 +199,7 @@ class Replays:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._turns = IngestTurns()
+        self._turns = Turns()
 
     async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
         """Requests a replay of the batches from sequence number `first` on. Return their events

@@ -21,11 +21,11 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Watermark
 from lean_selector.events import kv_listener as kv_replay
-from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvListener
 from lean_selector.links import link
 from lean_selector.links.link import LinkState
 from lean_selector.links.links import MAX_WAITING_BYTES, Backlogs, Links
+from lean_selector.links.turns import Turns
 from lean_selector.tasks import failures
 from tests.support.on_loop import DEADLINE_S, on_loop, until
 from tests.support.replaying_engine import BLOCK_SIZE, END, SERVED, SILENT, Engine
@@ -43,7 +43,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        turns: IngestTurns | None = None,
+        turns: Turns | None = None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         **options: Any,
     ) -> None:
@@ -55,7 +55,7 @@ class Service:
             KvIngest(self.index, 7, 0),
             engine.endpoint,
             engine.replay_endpoint,
-            turns or IngestTurns(),
+            turns or Turns(),
             **options,
         )
 
@@ -143,7 +143,7 @@ async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
         await service.follows(engine)
 
 
-class SteppedTurns(IngestTurns):
+class SteppedTurns(Turns):
     """Turns that a test takes one by one, each over as soon as it begins."""
 
     def __init__(self) -> None:
@@ -326,7 +326,7 @@ async def test_a_source_that_cannot_be_opened_says_so_and_is_tried_again() -> No
         assert status.last_error.startswith("no connection: ")
 
 
-class Stalled(IngestTurns):
+class Stalled(Turns):
     """Turns that nothing gets, until they are released."""
 
     def __init__(self) -> None:
@@ -471,7 +471,7 @@ async def test_a_listener_costs_four_descriptors() -> None:
     pub = context.socket(zmq.PUB)
     port = pub.bind_to_random_port("tcp://127.0.0.1")
     endpoint = f"tcp://127.0.0.1:{port}"
-    links, index, turns = Links(context), KvIndex(2), IngestTurns()
+    links, index, turns = Links(context), KvIndex(2), Turns()
     first, *listeners = (
         KvListener(links, KvIngest(index, 1, rank), endpoint, "tcp://127.0.0.1:1", turns)
         for rank in range(21)

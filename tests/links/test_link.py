@@ -16,13 +16,15 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from lean_selector import tasks
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.links import link as module
 from lean_selector.links import links as links_module
 from lean_selector.links.link import Link, LinkState, Message, Opening, check_link
 from lean_selector.links.links import Backlogs, Links
 from lean_selector.links.names import Address, Resolver
-from tests.support.on_loop import DEADLINE_S, faults, on_loop, until
+from lean_selector.links.turns import Turns
+from tests.support.on_loop import DEADLINE_S, on_loop, until
 
 # What ZMTP 3 begins with, the NULL mechanism.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -609,9 +611,10 @@ async def test_a_link_that_is_closed_before_its_turn_is_never_opened() -> None:
 
 
 @on_loop
-async def test_reading_is_put_off_when_a_turn_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links_module, "READ_SLICE_S", 0.0)  # each read is one too many
-    async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+async def test_reading_is_put_off_when_a_turn_is_used_up() -> None:
+    links = Links()
+    links.reading = Turns(slice_s=0.0)  # each read is one too many
+    async with publisher() as pub, Heard(endpoint_of(pub), links) as heard:
         await pub.recv()
         for n in range(2000):
             await pub.send(b"%d" % n)
@@ -680,39 +683,19 @@ def fail() -> bool:
 
 
 @on_loop
-async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
-    failed = faults()
-    read: list[str] = []
-    links = Links()
-    fails = iter([True])
-
-    def reads() -> bool:
-        return next(fails, False) and fail()
-
-    def next_one() -> Iterator[bool]:
-        read.append("the next")
-        yield False
-
-    reads_on = next_one()
-    links.read(reads)
-    links.read(lambda: next(reads_on))
-    await until(lambda: read)
-    assert len(failed) == 1
-
-
-@on_loop
 async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_more_comes() -> None:
-    failed = faults()
-
+    failures = tasks.failures["zmq link"]
     links = Links()
     async with publisher() as pub, Heard(endpoint_of(pub), links) as heard:
         assert await pub.recv() == b"\x01"
         await until(lambda: heard.states == [LinkState.CONNECTED])
         heard.link._on_message = fail  # type: ignore[assignment] # it raises
-        links._is_reading = True  # nothing is read meanwhile: what comes then stands in one queue
+        links.reading._is_scheduled = (
+            True  # nothing is read meanwhile: what comes then stands in one queue
+        )
         for number in range(5):
             await pub.send_multipart([b"", str(number).encode()])
-        await until(lambda: links._unread)
-        asyncio.get_running_loop().call_soon(links._read)
+        await until(lambda: links.reading._waiting)
+        links.reading._turn(asyncio.get_running_loop())
         await until(lambda: heard.link.waiting == 5)
-        assert len(failed) == 1
+        assert tasks.failures["zmq link"] == failures + 1

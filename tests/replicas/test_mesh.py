@@ -384,7 +384,7 @@ async def test_what_waits_to_be_sent_is_bounded_and_what_is_refused_is_counted(
 async def test_what_a_turn_brings_is_sent_at_its_end_and_of_a_burst_a_part(
     made: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lean_selector.replicas.mesh.MAX_TURN_S", 0.0)  # it is over at once
+    monkeypatch.setattr("lean_selector.replicas.mesh.SLICE_S", 0.0)  # it is over at once
     sync = made.replica().sync
 
     async def sent_after(count: int) -> int:

@@ -8,14 +8,15 @@ import pytest
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
-from lean_selector.events.ingest_turns import SWEEP_SLICE_S, IndexSweeps, IngestTurns
+from lean_selector.events.subscriptions import SWEEP_SLICE_S, IndexSweeps
+from lean_selector.links.turns import Turns
 from tests.support.on_loop import on_loop
 
 
 @on_loop
 async def test_sources_take_turns_and_the_loop_runs_in_between() -> None:
     calls: list[str] = []
-    turns = IngestTurns(slice_s=0.0)  # every slice is over at once: one source per turn
+    turns = Turns(slice_s=0.0)  # every slice is over at once: one source per turn
     loop = asyncio.get_running_loop()
     left = {"a": 3, "b": 2}
 
@@ -41,7 +42,7 @@ async def test_sources_take_turns_and_the_loop_runs_in_between() -> None:
 
 @on_loop
 async def test_sources_with_little_to_do_share_a_turn() -> None:
-    turns = IngestTurns(slice_s=3600.0)
+    turns = Turns(slice_s=3600.0)
     deadlines: list[float] = []
 
     def drain(deadline: float) -> bool:
@@ -56,7 +57,7 @@ async def test_sources_with_little_to_do_share_a_turn() -> None:
 
 @on_loop
 async def test_a_source_that_fails_hears_of_it_and_the_others_go_on() -> None:
-    turns = IngestTurns()
+    turns = Turns()
 
     def failing(deadline: float) -> bool:
         raise RuntimeError("a bug")
@@ -69,7 +70,7 @@ async def test_a_source_that_fails_hears_of_it_and_the_others_go_on() -> None:
 
 @on_loop
 async def test_a_cancelled_source_is_not_called_again() -> None:
-    turns = IngestTurns(slice_s=0.0)
+    turns = Turns(slice_s=0.0)
     calls = 0
     called = asyncio.Event()
 
@@ -92,7 +93,7 @@ async def test_a_cancelled_source_is_not_called_again() -> None:
 async def test_a_source_that_is_cancelled_by_what_then_fails_holds_up_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    turns = IngestTurns()
+    turns = Turns()
 
     def failing(deadline: float) -> bool:
         task.cancel()
