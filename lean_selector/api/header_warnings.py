@@ -188,13 +188,13 @@ def _endpoint_faults(worker: Worker, sources: Sources) -> Iterator[str]:
     for field, endpoint, dp_rank in _events_of(worker.spec):
         key = zmq_key(endpoint)
         heard = [rank for rank in sources.listeners(key) if rank != (worker_id, dp_rank)]
-        fault = _fault(endpoint) or _shared([*heard, *sources.askers(key)])
+        fault = endpoint_fault(endpoint) or _shared([*heard, *sources.askers(key)])
         if fault is not None:
             yield f"{field} {endpoint} {fault}"
     for field, endpoint in _replays_of(worker):
         key = zmq_key(endpoint)
         asked = [rank for rank in sources.askers(key) if rank[0] != worker_id]
-        fault = _fault(endpoint) or _shared([*asked, *sources.listeners(key)])
+        fault = endpoint_fault(endpoint) or _shared([*asked, *sources.listeners(key)])
         if fault is not None:
             yield f"{field} {endpoint} {fault}"
 
@@ -213,7 +213,7 @@ def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint
-        if _fault(spec.replay_endpoint) is None:
+        if endpoint_fault(spec.replay_endpoint) is None:
             for rank, source in worker.sources.items():
                 derived = source.replay_endpoint
                 if derived is None or derived == spec.replay_endpoint:
@@ -224,7 +224,8 @@ def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
         yield f"replay_endpoints[{rank}]", endpoint
 
 
-def _fault(endpoint: str) -> str | None:
+def endpoint_fault(endpoint: str) -> str | None:
+    """Return why no selector can connect to a registered ZMQ endpoint, if its text shows that."""
     try:
         check_endpoint(endpoint)
     except ValueError:

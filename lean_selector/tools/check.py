@@ -9,7 +9,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -24,24 +23,25 @@ from lean_selector.api.judgements import (
 )
 from lean_selector.app.flags import refuse_dropped
 from lean_selector.discovery.engine_questions import ask_engine
-from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.http.urls import Url, base_without_version
 from lean_selector.links.links import Links
 from lean_selector.links.names import Resolver
-from lean_selector.tools.check_probes import Asked, Probes
+from lean_selector.tools.check_probes import Probes
 from lean_selector.tools.check_questions import (
     BEYOND_ALL,
+    Asked,
     AskedSelector,
     NoReplay,
     NotASelector,
-    Replays,
     judge_engine,
     judge_port,
     judge_ports,
+    stored_since,
 )
 from lean_selector.tools.service_process import within
-from lean_selector.wire.findings import CheckedWorker, Finding, SelectorFacts
+from lean_selector.wire.findings import CheckedWorker, Finding
 from lean_selector.wire.selection_bodies import KvSource
 
 # -- the order of questions ------------------------------------------------------------------------
@@ -49,95 +49,72 @@ from lean_selector.wire.selection_bodies import KvSource
 MOST_AT_ONCE: Final = 16  # engines queried at a time
 
 
-@dataclass(eq=False)
-class Examination:
-    """The check of one selector. `patience_s`: how many seconds to wait for each answer, and for
-    the KV events that follow a completion."""
+async def examine(asked: Asked, may_probe: bool) -> tuple[list[Finding], dict[str, str | None]]:
+    """Runs the check. Return its findings, and the endpoints of workers by subject (`worker 3`).
+    Raises NotASelector."""
+    facts = await asked.selector.facts()
+    probed: list[Finding] = []
+    if may_probe:
+        probed = await Probes(asked, facts).run()
+        facts = await asked.selector.facts()  # a source that was silent may have published since
+    sources = facts.sources or []
+    ports: dict[tuple[str, str], KvSource] = {}  # a port of two ranks is tried once
+    for source in sources:
+        ports.setdefault(("kv_events_endpoint", source.endpoint), source)
+        if source.replay_endpoint is not None:
+            ports.setdefault(("replay_endpoint", source.replay_endpoint), source)
+    engines = [_ask(asked, worker, sources) for worker in facts.workers if worker.endpoint]
+    knocks = [_knock(asked, source, *port) for port, source in ports.items()]
+    told = [*await asyncio.gather(*engines), *(knocked := await asyncio.gather(*knocks))]
+    facts.deaf_ports = {
+        endpoint
+        for (field, endpoint), (first, *_) in zip(ports, knocked, strict=True)
+        if field == "kv_events_endpoint" and first.level == Level.ERROR
+    }
+    endpoints = {f"worker {each.worker_id}": each.endpoint for each in facts.workers}
+    found = [finding for each in [*told, probed] for finding in each]
+    return [*judge_selector(facts), *found, *_without_replay(sources)], endpoints
 
-    selector: AskedSelector
-    engines: OutboundClient
-    replays: Replays
-    resolve: Resolve
-    patience_s: float
-    may_probe: bool
 
-    def __post_init__(self) -> None:
-        self._turn = asyncio.Semaphore(MOST_AT_ONCE)
-        self._checked_ports: set[tuple[str, str]] = set()  # a port of two ranks is tried once
-        self._deaf_ports: set[str] = set()
-        self.endpoints: dict[str, str | None] = {}  # subject -> endpoint, once it ran
-
-    async def run(self) -> list[Finding]:
-        """Runs the check, and returns its findings. Raises NotASelector."""
-        facts = await self.selector.facts()
-        probed: list[Finding] = []
-        if self.may_probe:
-            probed = await self._probe(facts)
-            facts = await self.selector.facts()  # a source that was silent may have published since
-        sources = facts.sources or []
-        asked = [self._ask(worker, sources) for worker in facts.workers if worker.endpoint]
-        knocked = [self._check_ports(source) for source in sources]
-        lists = [*await asyncio.gather(*asked), *await asyncio.gather(*knocked), probed]
-        facts.deaf_ports = self._deaf_ports
-        self.endpoints = {f"worker {each.worker_id}": each.endpoint for each in facts.workers}
-        return [*judge_selector(facts), *(finding for found in lists for finding in found)]
-
-    async def _ask(self, worker: CheckedWorker, sources: list[KvSource]) -> list[Finding]:
-        async with self._turn:
-            try:
-                base = base_without_version(worker.endpoint or "")
-                told = await ask_engine(self.engines, base)
-                return [*judge_engine(worker, told), *judge_ports(worker, told, sources)]
-            except (OutboundFailed, ValueError) as error:
-                what = f"its engine cannot be queried: {error}"
-                mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
-                return [Finding(Level.ERROR, f"worker {worker.worker_id}", what, mend)]
-
-    async def _check_ports(self, source: KvSource) -> list[Finding]:
-        subject = subject_of(source)
-
-        found: list[Finding] = []
-
-        async def port(field: str, endpoint: str) -> str | None:
-            if (field, endpoint) in self._checked_ports:
-                return None
-            self._checked_ports.add((field, endpoint))
-            found.append(await judge_port(self.resolve, subject, field, endpoint, self.patience_s))
-            return found[-1].level
-
-        async with self._turn:
-            if await port("kv_events_endpoint", source.endpoint) == Level.ERROR:
-                self._deaf_ports.add(source.endpoint)
-            if source.replay_endpoint is not None:
-                if await port("replay_endpoint", source.replay_endpoint) == Level.OK:
-                    found.append(await self._ask_replay(subject, source.replay_endpoint))
-            elif source.state != NO_REPLAY:  # otherwise the source's state already reports it
-                found.append(
-                    Finding(
-                        Level.WARNING,
-                        subject,
-                        "no replay endpoint: missed events are lost, including those during a "
-                        "restart of the selector",
-                        "start the engine with a replay_endpoint in its --kv-events-config",
-                    )
-                )
-        return found
-
-    async def _ask_replay(self, subject: str, endpoint: str) -> Finding:
-        level, mend = Level.OK, None
+async def _ask(asked: Asked, worker: CheckedWorker, sources: list[KvSource]) -> list[Finding]:
+    async with asked.turn:
         try:
-            await self.replays.stored_since(endpoint, BEYOND_ALL, self.patience_s)
-            what = "answers"
+            told = await ask_engine(asked.engines, base_without_version(worker.endpoint or ""))
+            return [*judge_engine(worker, told), *judge_ports(worker, told, sources)]
+        except (OutboundFailed, ValueError) as error:
+            what = f"its engine cannot be queried: {error}"
+            mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
+            return [Finding(Level.ERROR, f"worker {worker.worker_id}", what, mend)]
+
+
+async def _knock(asked: Asked, source: KvSource, field: str, endpoint: str) -> list[Finding]:
+    """Tests a port, and whether a replay endpoint answers."""
+    async with asked.turn:
+        subject = subject_of(source)
+        port = await judge_port(asked, subject, field, endpoint)
+        if field != "replay_endpoint" or port.level != Level.OK:
+            return [port]
+        level, what, mend = Level.OK, "answers", None
+        try:
+            await stored_since(asked, endpoint, BEYOND_ALL)
         except NoReplay as error:
-            level, what = Level.ERROR, f"no replay in {self.patience_s:g} s: {error}"
+            level, what = Level.ERROR, f"no replay in {asked.patience_s:g} s: {error}"
             mend = (
                 "register the engine's replay_endpoint (vLLM: one port per rank), not its endpoint"
             )
-        return Finding(level, subject, f"replay_endpoint {endpoint}: {what}", mend)
+        return [port, Finding(level, subject, f"replay_endpoint {endpoint}: {what}", mend)]
 
-    async def _probe(self, facts: SelectorFacts) -> list[Finding]:
-        asked = Asked(self.selector, self.engines, self.replays, self._turn, self.patience_s)
-        return await Probes(asked, facts).run()
+
+def _without_replay(sources: list[KvSource]) -> Iterator[Finding]:
+    what = (
+        "no replay endpoint: missed events are lost, including those during a restart of the "
+        "selector"
+    )
+    mend = "start the engine with a replay_endpoint in its --kv-events-config"
+    for source in sources:
+        # The state NO_REPLAY reports it already.
+        if source.replay_endpoint is None and source.state != NO_REPLAY:
+            yield Finding(Level.WARNING, subject_of(source), what, mend)
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:
@@ -286,12 +263,11 @@ async def _check(
     resolver = Resolver()
     resolve = resolver.resolve
     selector = AskedSelector(OutboundClient(resolve, ours), args.url, args.seconds)
-    asked = OutboundClient(resolve, engines)
     context = zmq.asyncio.Context()
     try:
-        replays = Replays(Links(context, resolver))
-        patience_s, may_probe = args.seconds, args.probe
-        examined = Examination(selector, asked, replays, resolve, patience_s, may_probe)
-        return await examined.run(), examined.endpoints
+        client, links = OutboundClient(resolve, engines), Links(context, resolver)
+        turn = asyncio.Semaphore(MOST_AT_ONCE)
+        asked = Asked(selector, client, links, resolve, args.seconds, turn)
+        return await examine(asked, args.probe)
     finally:
         context.destroy(linger=0)

@@ -3,10 +3,12 @@ wrong with a registration, compared with what the engine reports about itself.""
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
 
+from lean_selector.api.header_warnings import endpoint_fault
 from lean_selector.api.judgements import Level, subject_of
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.discovery.particulars import Particulars
@@ -35,8 +37,6 @@ class _OverlapScores(msgspec.Struct):
     workers: list[_OverlapRow] = []
 
 
-T = TypeVar("T")
-
 _MOST_BYTES: Final = 256 << 20  # of an answer; a record takes a kilobyte
 _NOT_SERVED: Final = (404, 405)
 
@@ -55,57 +55,54 @@ class AskedSelector:
 
     async def facts(self) -> SelectorFacts:
         """Queries readiness, workers, sources and discoveries. Raises NotASelector."""
+        url = f"{self.url}/ready"
         try:
-            ready = await self._client.get(f"{self.url}/ready", timeout_s=self._timeout_s)
-            if ready.status in _NOT_SERVED:
-                raise NotASelector(
-                    f"GET {self.url}/ready: status {ready.status}: not a selection service"
-                )
-            try:
-                readiness = msgspec.json.decode(ready.body, type=CheckedReadiness)
-            except msgspec.DecodeError:  # another service may answer anything
-                readiness = CheckedReadiness()
-            workers = await self._fetch("/workers?detail=true", list[CheckedWorker])
-            return SelectorFacts(
-                ready.status == 200,
-                workers,
-                await self._told_if_served("/kv_sources", list[KvSource]),
-                await self._told_if_served("/discovery", DiscoveryReport),
-                readiness,
-            )
+            ready = await self._client.get(url, timeout_s=self._timeout_s)
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
+        if ready.status in _NOT_SERVED:
+            raise NotASelector(f"GET {url}: status {ready.status}: not a selection service")
+        try:
+            readiness = msgspec.json.decode(ready.body, type=CheckedReadiness)
+        except msgspec.DecodeError:  # another service may answer anything
+            readiness = CheckedReadiness()
+        return SelectorFacts(
+            ready.status == 200,
+            await self._fetch("/workers?detail=true", list[CheckedWorker]),
+            await self._fetch("/kv_sources", list[KvSource] | None),
+            await self._fetch("/discovery", DiscoveryReport | None),
+            readiness,
+        )
 
     async def fleet(self) -> Fleet:
         """Return the answer of GET /fleet. Raises NotASelector."""
-        try:
-            return await self._fetch("/fleet", Fleet)
-        except OutboundFailed as error:
-            raise NotASelector(error.message) from None
+        fleet: Fleet = await self._fetch("/fleet", Fleet)
+        return fleet
 
-    async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
-        try:
-            return await self._fetch(path, kind)
-        except OutboundFailed as error:
-            if error.status in _NOT_SERVED:
-                return None
-            raise
-
-    async def _fetch(self, path: str, kind: type[T]) -> T:
+    async def _fetch(self, path: str, kind: Any) -> Any:
+        """Return the answer as `kind`; as null if the path is not served. Raises NotASelector."""
         url = f"{self.url}{path}"
         try:
             text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
+        except OutboundFailed as error:
+            if error.status not in _NOT_SERVED:
+                raise NotASelector(error.message) from None
+            text = b"null"
+        try:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
-            raise NotASelector(
-                f"GET {url}: not an answer of a selection service: {error}"
-            ) from None
+            what = f"GET {url}: not an answer of a selection service: {error}"
+            raise NotASelector(what) from None
 
-    async def cached_blocks(
-        self, worker: CheckedWorker, token_ids: list[int], is_eagle: bool | None = None
-    ) -> dict[int, int]:
-        """Return worker_id -> number of blocks of the prompt `token_ids` that the selector
-        believes to be cached. `is_eagle`, if given, overrides the `is_eagle` of the registration.
+    async def holders(
+        self,
+        worker: CheckedWorker,
+        token_ids: list[int],
+        blocks: int,
+        is_eagle: bool | None = None,
+    ) -> set[int]:
+        """Return the ids of workers for which the selector believes `blocks` or more blocks of the
+        prompt `token_ids` to be cached. `is_eagle`, if given, overrides that of the registration.
 
         Raises OutboundFailed, and msgspec's DecodeError."""
         body: dict[str, object] = {
@@ -122,43 +119,51 @@ class AskedSelector:
         if answer.status != 200:
             raise OutboundFailed(f"POST {url}: status {answer.status}", answer.status)
         rows = msgspec.json.decode(answer.body, type=_OverlapScores).workers
-        most: dict[int, int] = {}
-        for row in rows:
-            most[row.worker_id] = max(row.device_blocks, most.get(row.worker_id, 0))
-        return most
+        return {row.worker_id for row in rows if row.device_blocks >= blocks}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a check queries: the selector, engines over HTTP, and event ports over ZMQ.
+
+    `patience_s`: how many seconds to wait for each answer, and for the KV events of a probe.
+    `turn`: limits how many engines are queried at a time."""
+
+    selector: AskedSelector
+    engines: OutboundClient
+    links: Links
+    resolve: Resolve
+    patience_s: float
+    turn: asyncio.Semaphore
 
 
 # -- event ports -----------------------------------------------------------------------------------
 
 
-async def judge_port(
-    resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
-) -> Finding:
+async def judge_port(asked: Asked, subject: str, field: str, endpoint: str) -> Finding:
     """Tests whether ZMQ listens at `endpoint`, registered as the `field` of the rank `subject`."""
-    level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
+    level, what, mend = await _judged_port(asked, endpoint)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 
 
-async def _judged_port(
-    resolve: Resolve, endpoint: str, timeout_s: float
-) -> tuple[str, str, str | None]:
-    target = _host_and_port(endpoint)
-    if target is None and endpoint.startswith("ipc://"):
-        return Level.NOTE, ": not checked from here", None
-    if target is None:
+async def _judged_port(asked: Asked, endpoint: str) -> tuple[str, str, str | None]:
+    if (fault := endpoint_fault(endpoint)) is not None:
         mend = "register tcp://HOST:PORT, with the host as the selector reaches it"
-        return Level.ERROR, " is not an address that can be connected to", mend
+        return Level.ERROR, f" {fault}", mend
+    if endpoint.startswith("ipc://"):
+        return Level.NOTE, ": not checked from here", None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     why: str | None = "the name has no addresses"
     said = b""
     try:
-        async with asyncio.timeout(timeout_s):
-            for address in await resolve(*target):
+        async with asyncio.timeout(asked.patience_s):
+            for address in await asked.resolve(host.strip("[]"), int(port)):
                 why = await why_unreachable(address)
                 if why is None:
                     said = await first_bytes_at(address)
                     break
     except TimeoutError:
-        why = f"no connection in {timeout_s:g} s"
+        why = f"no connection in {asked.patience_s:g} s"
     except OSError as error:
         why = error.strerror or str(error)
     if why is not None:
@@ -173,16 +178,6 @@ async def _judged_port(
     return Level.ERROR, ": the listener does not speak ZMQ", mend
 
 
-def _host_and_port(endpoint: str) -> tuple[str, int] | None:
-    if not endpoint.startswith("tcp://"):
-        return None
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if host in ("", "*", "0.0.0.0", "::") or not (port.isascii() and port.isdigit()):
-        return None
-    return (host, int(port)) if 1 <= int(port) <= 0xFFFF else None
-
-
 # -- replay endpoints ------------------------------------------------------------------------------
 
 # No engine has so many batches, so a replay from this number on is only the end marker.
@@ -194,42 +189,33 @@ class NoReplay(Exception):
     """An engine's replay of KV events stopped before its end. The message says why."""
 
 
-class Replays:
-    """Requests replays of KV events from engines. Used only on the event loop's thread."""
+async def stored_since(asked: Asked, endpoint: str, first: int) -> list[BlockStored]:
+    """Requests a replay of the batches from sequence number `first` on. Return their events that
+    stored blocks. Raises NoReplay if the engine sends nothing for the time of our patience."""
+    payloads: list[bytes] = []
 
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._turns = Turns()
+    def on_reply(frames: list[bytes]) -> bool:
+        reply = replay_frames(frames)
+        if reply is not None and reply[1]:
+            payloads.append(reply[1])
+            return len(payloads) == _MOST_BATCHES
+        return reply is not None
 
-    async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
-        """Requests a replay of the batches from sequence number `first` on. Return their events
-        that stored blocks. Waits at most `idle_s` seconds for each message of the engine.
-
-        Raises NoReplay."""
-        payloads: list[bytes] = []
-
-        def on_reply(frames: list[bytes]) -> bool:
-            reply = replay_frames(frames)
-            if reply is not None and reply[1]:
-                payloads.append(reply[1])
-                return len(payloads) == _MOST_BATCHES
-            return reply is not None
-
-        replay = KvReplay(
-            self._links,
-            self._turns,
-            endpoint,
-            first,
-            may_go_on=lambda deadline: True,
-            on_reply=on_reply,
-        )
-        end = await replay.run(idle_s)
-        closing = replay.link.close()
-        if closing is not None:
-            await asyncio.gather(closing, return_exceptions=True)
-        if end is ReplayEnd.STOPPED:
-            raise NoReplay(replay.why_not())
-        return [event for payload in payloads for event in _stored_in(payload)]
+    replay = KvReplay(
+        asked.links,
+        Turns(),
+        endpoint,
+        first,
+        may_go_on=lambda deadline: True,
+        on_reply=on_reply,
+    )
+    end = await replay.run(asked.patience_s)
+    closing = replay.link.close()
+    if closing is not None:
+        await asyncio.gather(closing, return_exceptions=True)
+    if end is ReplayEnd.STOPPED:
+        raise NoReplay(replay.why_not())
+    return [event for payload in payloads for event in _stored_in(payload)]
 
 
 def _stored_in(payload: bytes) -> list[BlockStored]:
@@ -250,7 +236,7 @@ def _stored_in(payload: bytes) -> list[BlockStored]:
 def judge_engine(worker: CheckedWorker, told: Particulars) -> Iterator[Finding]:
     """Compares a worker's registration with what its engine reports about itself (`told`)."""
     subject = f"worker {worker.worker_id}"
-    faults = list(_faults(worker, told, subject))
+    faults = [Finding(level, subject, what, mend) for level, what, mend in _faults(worker, told)]
     yield from faults
     if not faults:
         model = told.model_name or "an unnamed model"
@@ -260,39 +246,26 @@ def judge_engine(worker: CheckedWorker, told: Particulars) -> Iterator[Finding]:
         yield Finding(Level.OK, subject, f"the engine at {worker.endpoint} has {model}, {size}")
 
 
-def _faults(worker: CheckedWorker, told: Particulars, subject: str) -> Iterator[Finding]:
-    patch = f"PATCH /workers/{worker.worker_id}"
-    if told.block_size is not None and worker.block_size not in (None, told.block_size):
-        yield Finding(
-            Level.ERROR,
-            subject,
-            f"registered with blocks of {worker.block_size} tokens, the engine has "
-            f"{told.block_size}: its events are skipped",
-            f'DELETE it and all workers of its model, then POST them with "block_size": '
-            f"{told.block_size}",
+def _faults(worker: CheckedWorker, told: Particulars) -> Iterator[tuple[str, str, str]]:
+    size, model, blocks = told.block_size, told.model_name, told.total_kv_blocks
+    if size is not None and worker.block_size not in (None, size):
+        what = f"registered with blocks of {worker.block_size} tokens, the engine has {size}"
+        mend = f'DELETE it and all workers of its model, then POST them with "block_size": {size}'
+        yield Level.ERROR, f"{what}: its events are skipped", mend
+    if model is not None and model != worker.model_name:
+        what = f"registered for model {worker.model_name}, the engine serves {model}"
+        mend = (
+            f'clients request "model_name": "{worker.model_name}"; register the name that they use'
         )
-    if told.model_name is not None and told.model_name != worker.model_name:
-        yield Finding(
-            Level.WARNING,
-            subject,
-            f"registered for model {worker.model_name}, the engine serves {told.model_name}",
-            f'clients request "model_name": "{worker.model_name}"; register the name that they use',
-        )
-    blocks = told.total_kv_blocks
-    if blocks is not None and worker.total_kv_blocks not in (None, blocks):
-        yield Finding(
-            Level.WARNING,
-            subject,
-            f"registered with total_kv_blocks {worker.total_kv_blocks}, the engine has {blocks}",
-            f'{patch} {{"total_kv_blocks": {blocks}}}',
-        )
-    if blocks is not None and worker.total_kv_blocks is None:
-        yield Finding(
-            Level.NOTE,
-            subject,
-            "registered without total_kv_blocks: busy thresholds on blocks do not apply to it",
-            f'{patch} {{"total_kv_blocks": {blocks}}}',
-        )
+        yield Level.WARNING, what, mend
+    if blocks is not None and worker.total_kv_blocks != blocks:
+        mend = f'PATCH /workers/{worker.worker_id} {{"total_kv_blocks": {blocks}}}'
+        if worker.total_kv_blocks is None:
+            what = "registered without total_kv_blocks: busy thresholds on blocks do not apply"
+            yield Level.NOTE, f"{what} to it", mend
+        else:
+            what = f"total_kv_blocks {worker.total_kv_blocks}, the engine has {blocks}"
+            yield Level.WARNING, f"registered with {what}", mend
 
 
 def judge_ports(
@@ -303,15 +276,15 @@ def judge_ports(
     A different port may be correct, for example if a container's port is mapped. An endpoint that
     is registered for another worker is an error."""
     for source in sources:
-        if source.worker_id == worker.worker_id:
-            rank = str(source.dp_rank)
-            events, replays = told.kv_events_endpoints or {}, told.replay_endpoints or {}
-            for field, own, registered in (
-                ("kv_events_endpoint", events.get(rank), source.endpoint),
-                ("replay_endpoint", replays.get(rank), source.replay_endpoint),
-            ):
-                if own is not None and registered is not None and own != registered:
-                    yield from _judge_port(source, sources, field, own, registered)
+        if source.worker_id != worker.worker_id:
+            continue
+        for field, reported, registered in (
+            ("kv_events_endpoint", told.kv_events_endpoints, source.endpoint),
+            ("replay_endpoint", told.replay_endpoints, source.replay_endpoint),
+        ):
+            own = (reported or {}).get(str(source.dp_rank))
+            if own is not None and registered is not None and own != registered:
+                yield from _judge_port(source, sources, field, own, registered)
 
 
 def _judge_port(
