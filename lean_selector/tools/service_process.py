@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from typing import IO, TypeVar
@@ -16,13 +17,18 @@ from typing import IO, TypeVar
 import msgspec
 
 from lean_selector.http.client import ClientConnection, Upstream
-from lean_selector.http.outbound import Exchange, OutboundFailed, SocketAddress, connect
+from lean_selector.http.outbound import (
+    MOST_BODY_BYTES,
+    Exchange,
+    OutboundFailed,
+    SocketAddress,
+    connect,
+)
 
 # -- asking it -------------------------------------------------------------------------------------
 
 # Longer than any answer should take; a request in the service's queue may come close.
 ANSWER_TIMEOUT_S = 60.0
-_MOST_ANSWER_BYTES = 1 << 30  # for dumps
 
 
 class ServiceError(Exception):
@@ -54,19 +60,19 @@ class HttpClient:
     """Sends requests to one service. Concurrent requests use separate connections."""
 
     def __init__(self, url: str) -> None:
-        """`url` has the form `http://host:port`."""
+        """`url` has the form `http://127.0.0.1:port`."""
         self._upstream = Upstream(url)
         self._head_end = b" HTTP/1.1\r\n" + self._upstream.host_line + b"\r\n"
 
-    async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Sends a request; a body is sent as JSON. Return the status and the body of the answer.
-
-        Raises ServiceError if there is no answer, for any reason."""
+    async def call(self, method: str, path: str, body: object = None) -> bytes:
+        """Sends a request, with a body as JSON. Return the body of a 2xx answer; otherwise, and if
+        there is no answer, raises ServiceError."""
+        content = b"" if body is None else msgspec.json.encode(body)
         head = method.encode() + b" " + path.encode() + self._head_end
-        if body:
+        if content:
             head += b"content-type: application/json\r\n"
-        if body or method == "POST":
-            head += b"content-length: %d\r\n" % len(body)
+        if content or method == "POST":
+            head += b"content-length: %d\r\n" % len(content)
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 connection = self._upstream.kept()
@@ -75,9 +81,9 @@ class HttpClient:
                     await connect(connection, _resolve, None, ANSWER_TIMEOUT_S)
                 try:
                     exchange = Exchange(connection)
-                    connection.send(head + b"\r\n", body, exchange)
+                    connection.send(head + b"\r\n", content, exchange)
                     await exchange.head()
-                    return exchange.status, await exchange.body(_MOST_ANSWER_BYTES)
+                    answer = await exchange.body(MOST_BODY_BYTES)
                 except BaseException:
                     connection.drop()  # a late answer is not wanted
                     raise
@@ -85,14 +91,9 @@ class HttpClient:
             raise ServiceError(f"{method} {path}: no answer in {ANSWER_TIMEOUT_S:.0f} s") from error
         except (OSError, OutboundFailed) as error:
             raise ServiceError(f"{method} {path}: {error}") from error
-
-    async def call(self, method: str, path: str, body: object = None) -> bytes:
-        """Sends a request. Return the body of a 2xx answer; otherwise raises ServiceError."""
-        encoded = b"" if body is None else msgspec.json.encode(body)
-        status, answer = await self.request(method, path, encoded)
-        if not 200 <= status < 300:
+        if not 200 <= exchange.status < 300:
             text = answer.decode(errors="replace")[:300]
-            raise ServiceError(f"{method} {path}: {status} {text}")
+            raise ServiceError(f"{method} {path}: {exchange.status} {text}")
         return answer
 
     def close(self) -> None:
@@ -100,10 +101,8 @@ class HttpClient:
         self._upstream.close()
 
 
-async def _resolve(host: str, port: int) -> list[SocketAddress]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, address) for family, _, _, _, address in found]
+async def _resolve(address: str, port: int) -> list[SocketAddress]:
+    return [(socket.AF_INET, (address, port))]
 
 
 # -- the process -----------------------------------------------------------------------------------
@@ -202,27 +201,20 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
 async def answering_service(
     port: int, stopping: Callable[[], bool]
 ) -> AsyncIterator[tuple[HttpClient, ServiceProcess]]:
-    """Starts lean-selector on 127.0.0.1. Waits until it is healthy or `stopping()` is true."""
+    """Starts lean-selector on 127.0.0.1. Waits until GET /health answers 200, or `stopping()` is
+    true. Raises ServiceError if the service ends, or does not answer in time."""
     command = [sys.executable, "-m", "lean_selector", "--host", HOST, "--port", str(port)]
+    client, is_healthy = HttpClient(f"http://{HOST}:{port}"), False
     async with running_service(command) as service:
-        with closing(HttpClient(f"http://{HOST}:{port}")) as client:
-            await wait_until_healthy(client, service, stopping)
+        with closing(client):
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not is_healthy and not stopping():
+                service.check()
+                try:
+                    await client.call("GET", "/health")
+                    is_healthy = True
+                except ServiceError as error:
+                    if time.monotonic() > deadline:
+                        raise ServiceError(f"the service does not answer: {error}") from error
+                    await asyncio.sleep(0.05)
             yield client, service
-
-
-async def wait_until_healthy(
-    client: HttpClient, service: ServiceProcess, stopping: Callable[[], bool]
-) -> None:
-    """Waits until GET /health answers 200, or `stopping()` is true. Raises ServiceError if the
-    service ends, or does not answer in time."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + START_TIMEOUT_S
-    while not stopping():
-        service.check()
-        try:
-            await client.call("GET", "/health")
-            return
-        except ServiceError as error:
-            if loop.time() > deadline:
-                raise ServiceError(f"the service does not answer: {error}") from error
-        await asyncio.sleep(0.05)

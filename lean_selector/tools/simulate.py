@@ -35,7 +35,7 @@ _DEFAULT = (
     "dynamo:prefill_load_scale=10",
     "latency",
 )
-_PROGRESS_S = (0.5, 10.0)  # interval of progress lines, on a terminal and elsewhere
+_PROGRESS_S = 0.5  # between two drawings of the progress
 
 
 def policy_of(text: str) -> Policy:
@@ -189,20 +189,17 @@ def status_of(prog: str, work: Callable[[], None]) -> int:
 
 
 class Progress:
-    """Shows progress on stderr: on a terminal in one line that is updated, otherwise in a new line
-    from time to time."""
+    """Shows progress on stderr, in a line that is updated; nothing if stderr is no terminal."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._is_terminal = sys.stderr.isatty()
-        self._every_s = _PROGRESS_S[not self._is_terminal]
-        self._next = time.monotonic() + self._every_s
+        self._next = time.monotonic() + _PROGRESS_S
 
     def show(self, policy: str, done: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + self._every_s
-            start, end = ("\r", "\x1b[K") if self._is_terminal else ("", "\n")
-            text = f"{start}{policy}: {done} of {self._total} requests{end}"
+        if self._is_terminal and time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PROGRESS_S
+            text = f"\r{policy}: {done} of {self._total} requests\x1b[K"
             print(text, end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
