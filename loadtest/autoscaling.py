@@ -15,17 +15,9 @@ from statistics import fmean
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.selection.inspection import saturation
-from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.tools.batching_engine import BatchingEngine, SimulatedRequest
+from lean_selector.tools.batching_engine import SimulatedRequest
 from lean_selector.tools.simulate import policy_of
-from lean_selector.tools.simulation import (
-    BLOCK_SIZE,
-    MODEL,
-    SimulatedFleet,
-    Simulation,
-    _Router,
-    requests_of,
-)
+from lean_selector.tools.simulation import SimulatedFleet, Simulation, _Router, requests_of
 from lean_selector.tools.trace import trace_lines
 from lean_selector.tools.traffic import percentile
 
@@ -63,18 +55,8 @@ class ScaledSimulation(Simulation):
 
     def _come(self) -> None:
         worker_id = len(self.engines) + 1
-        times = self._fleet.times
-        self.engines[worker_id] = BatchingEngine(worker_id, CAPACITY, BLOCK_SIZE, times, 1.0)
-        spec = WorkerSpec(
-            worker_id=worker_id,
-            model_name=MODEL,
-            endpoint=f"http://engine-{worker_id}",
-            kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
-            block_size=BLOCK_SIZE,
-            max_num_batched_tokens=times.most_prompt_tokens,
-            total_kv_blocks=CAPACITY,
-        )
-        self._router.selector.upsert_worker(spec, self._now)
+        self.engines[worker_id] = self._fleet.engine(worker_id)
+        self._router.selector.upsert_worker(self._fleet.spec(worker_id), self._now)
 
     def _arrive(self, request: SimulatedRequest, router: _Router) -> None:
         try:

@@ -12,34 +12,32 @@ takes POST /workers at {api}, and ext_proc at {picker}.
 import argparse
 import asyncio
 import contextlib
-import json
 import re
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from loadtest.child_service import (
-    JSON,
     ROOT,
     ChildService,
-    asked,
-    cpu_ns,
     free_port,
     plain_environment,
 )
 from loadtest.gateway_cost import (
-    CLIENTS,
     FEW,
     MANY,
+    cpu_us,
     load,
     open_streams_mb,
+    print_table,
     request_for,
     running,
+    running_worker,
 )
 
 DEPLOY = ROOT / "deploy/envoy"
@@ -105,30 +103,23 @@ async def _first_byte_ms(port: int, count: int) -> float:
 
 def _measured(port: int, pid: int, requests: int) -> list[float]:
     """Of COLUMNS."""
-
-    def us(request: bytes, count: int) -> float:
-        before = cpu_ns(pid)
-        asyncio.run(load(port, request, count))
-        return (cpu_ns(pid) - before) / 1e3 / (count // CLIENTS * CLIENTS)
-
     asyncio.run(load(port, request_for(FEW), 200))
-    few, many = us(request_for(FEW), requests), us(request_for(MANY), requests // 16)
+    few = cpu_us(port, pid, request_for(FEW), requests)
+    many = cpu_us(port, pid, request_for(MANY), requests // 16)
     first_byte = asyncio.run(_first_byte_ms(port, 200))
     taken = asyncio.run(open_streams_mb(port, pid))
     return [few, (many - few) / (MANY - FEW), first_byte, taken]
 
 
 @contextlib.contextmanager
-def _selector(command: Sequence[str], api: int, workers: list[int]) -> Iterator[int]:
+def _selector(command: list[str], api: int, workers: list[int]) -> Iterator[int]:
     """The process of a selector that knows the workers."""
-    with ChildService(list(command), api, env=plain_environment()) as child:
+    with ChildService(command, api, env=plain_environment()) as child:
         child.wait()
         for number, worker in enumerate(workers):
             spec = {"worker_id": number, "model_name": "m", "block_size": 16}
             spec |= {"endpoint": f"http://127.0.0.1:{worker}", "total_kv_blocks": 100_000}
-            body = json.dumps(spec).encode()
-            status, text = asked(api, "POST", "/workers", body, JSON)
-            assert status == 201, text
+            child.call("POST", "/workers", spec)
         yield child.process.pid
 
 
@@ -185,21 +176,12 @@ def main() -> None:
     figures: dict[str, list[list[float]]] = {}
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        workers = [free_port(), free_port()]
-        for port in workers:
-            serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(port)]
-            stack.enter_context(running(serving, port))
+        workers = [stack.enter_context(running_worker()) for _ in range(2)]
         for _ in range(options.rounds):
             for name, row in _round(options, workers, folder):
                 figures.setdefault(name, []).append(row)
                 sys.stderr.write(f"{name}: {' '.join(f'{each:.1f}' for each in row)}\n")
-    sys.stdout.write(f"| | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|\n")
-    for name, rows in figures.items():
-        cells = [
-            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"
-            for column in zip(*rows, strict=True)
-        ]
-        sys.stdout.write(f"| {name} | {' | '.join(cells)} |\n")
+    print_table(COLUMNS, figures)
 
 
 if __name__ == "__main__":

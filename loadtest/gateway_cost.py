@@ -20,7 +20,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -200,21 +200,43 @@ def running(command: list[str], port: int) -> Iterator[int]:
         yield child.process.pid
 
 
+@contextlib.contextmanager
+def running_worker() -> Iterator[int]:
+    """The port of a worker that answers from memory."""
+    port = free_port()
+    with running([sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(port)], port):
+        yield port
+
+
 # -- the run ---------------------------------------------------------------------------------------
+
+
+def cpu_us(port: int, pid: int, request: bytes, count: int) -> float:
+    """CPU microseconds of a gateway's processes per request, of so many."""
+    before = sum(map(cpu_ns, tree(pid)))
+    asyncio.run(load(port, request, count))
+    return (sum(map(cpu_ns, tree(pid))) - before) / 1e3 / (count // CLIENTS * CLIENTS)
 
 
 def _measured(port: int, pid: int, requests: int) -> list[float]:
     """Of COLUMNS."""
-
-    def us(request: bytes, count: int) -> float:
-        before = sum(map(cpu_ns, tree(pid)))
-        asyncio.run(load(port, request, count))
-        return (sum(map(cpu_ns, tree(pid))) - before) / 1e3 / (count // CLIENTS * CLIENTS)
-
     taken = asyncio.run(open_streams_mb(port, pid))
     asyncio.run(load(port, request_for(FEW), 64))
-    few, many = us(request_for(FEW), requests), us(request_for(MANY), requests // 32)
-    return [few, (many - few) / (MANY - FEW), us(request_for(FEW, LONG), requests // 8), taken]
+    few = cpu_us(port, pid, request_for(FEW), requests)
+    many = cpu_us(port, pid, request_for(MANY), requests // 32)
+    long = cpu_us(port, pid, request_for(FEW, LONG), requests // 8)
+    return [few, (many - few) / (MANY - FEW), long, taken]
+
+
+def print_table(columns: Sequence[str], figures: Mapping[str, list[list[float]]]) -> None:
+    """Medians of the rounds, and their spread."""
+    print(f"| | {' | '.join(columns)} |\n|---{'|---' * len(columns)}|")
+    for name, rows in figures.items():
+        cells = [
+            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"
+            for column in zip(*rows, strict=True)
+        ]
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 COLUMNS = ("us per request", "us per chunk", "us per request of 100 kB", "MB for 1 000 streams")
@@ -236,9 +258,7 @@ def main() -> None:
 
         uvloop.run(_serve(options.worker))
         return
-    worker = free_port()
-    serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
-    with tempfile.TemporaryDirectory() as folder, running(serving, worker):
+    with tempfile.TemporaryDirectory() as folder, running_worker() as worker:
         candidates: dict[str, Callable[[int], list[str]]] = {}
         for form, python in (("pure", sys.executable), ("compiled", options.compiled)):
             for mode in ("learn", "off") if python else ():
@@ -255,14 +275,7 @@ def main() -> None:
                 port = free_port()
                 with running(command(port), port) as pid:
                     figures[name].append(_measured(port, pid, options.requests))
-    out = sys.stdout.write
-    out(f"| | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|\n")
-    for name, rows in figures.items():
-        cells = [
-            f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"
-            for column in zip(*rows, strict=True)
-        ]
-        out(f"| {name} | {' | '.join(cells)} |\n")
+    print_table(COLUMNS, figures)
 
 
 if __name__ == "__main__":

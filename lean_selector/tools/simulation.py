@@ -169,6 +169,24 @@ class SimulatedFleet(msgspec.Struct, frozen=True):
             return PREFILL
         return DECODE if worker_id <= self.prefill + self.decode else BOTH
 
+    def engine(self, worker_id: int) -> BatchingEngine:
+        """Return an engine; the first one has the number 1."""
+        slowness = self.slowness[(worker_id - 1) % len(self.slowness)]
+        return BatchingEngine(worker_id, self.capacity_blocks, BLOCK_SIZE, self.times, slowness)
+
+    def spec(self, worker_id: int) -> WorkerSpec:
+        """Return the registration of an engine."""
+        return WorkerSpec(
+            worker_id=worker_id,
+            model_name=MODEL,
+            endpoint=f"http://engine-{worker_id}",  # never connected to
+            kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
+            block_size=BLOCK_SIZE,
+            worker_role=self.role(worker_id),
+            max_num_batched_tokens=self.times.most_prompt_tokens,
+            total_kv_blocks=self.capacity_blocks,
+        )
+
 
 class Outcome(msgspec.Struct, frozen=True):
     """The results of one policy on a trace."""
@@ -227,32 +245,10 @@ class Simulation:
         self._rule = policy.rule
         self._sync_s = fleet.sync_s
         self._transfer_s = fleet.transfer_s
-        slowness = fleet.slowness
-        self.engines = {
-            at + 1: BatchingEngine(
-                at + 1,
-                fleet.capacity_blocks,
-                BLOCK_SIZE,
-                fleet.times,
-                slowness[at % len(slowness)],
-            )
-            for at in range(fleet.engines)
-        }
+        self.engines = {at: fleet.engine(at) for at in range(1, fleet.engines + 1)}
         # Those whose computed tokens are compared.
         self.prefilling = [self.engines[at] for at in self.engines if fleet.role(at) != DECODE]
-        specs = [
-            WorkerSpec(
-                worker_id=worker_id,
-                model_name=MODEL,
-                endpoint=f"http://engine-{worker_id}",  # never connected to
-                kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
-                block_size=BLOCK_SIZE,
-                worker_role=fleet.role(worker_id),
-                max_num_batched_tokens=fleet.times.most_prompt_tokens,
-                total_kv_blocks=fleet.capacity_blocks,
-            )
-            for worker_id in self.engines
-        ]
+        specs = [fleet.spec(worker_id) for worker_id in self.engines]
         publish = None if fleet.selectors == 1 or fleet.sync_s is None else self._publish
         self._routers = [
             _Router(number, policy.settings, specs, seed, publish)
