@@ -2,21 +2,19 @@
 
     python -m loadtest.soaking.lanes PORT [--uds PATH] [--lifecycles N] [--pause S] [--tolerant] ...
 
-Each lane is a kept connection that lives a handful of lifecycles at a time: it selects and reserves
-for all of them in one write, completes their prefills, reports output blocks, frees them. Requests
-are prepared bytes, so that one core keeps a service of one core busy. Prints a line of JSON each
-second and at the end; SIGTERM lets those under way come to their end first. `--tolerant` is for a
-service that is killed meanwhile: what it lets down is no loss.
+Each lane is a thread with a kept connection that lives a handful of lifecycles at a time: it
+selects and reserves for all of them in one write, completes their prefills, reports output blocks,
+frees them. Requests are prepared bytes, so that one core keeps a service of one core busy. Prints a
+line of JSON each second and at the end; SIGTERM lets those under way come to their end first.
+`--tolerant` is for a service that is killed meanwhile: what it lets down is no loss.
 """
 
 import argparse
-import inspect
-import select
 import signal
 import socket
-import sys
+import threading
 import time
-from collections.abc import Generator, Iterator
+from contextlib import closing
 from random import Random
 
 import msgspec
@@ -31,7 +29,7 @@ DEPTHS = (1, 1, 1, 1, 4, 8, 16, 16)  # lifecycles at a time of the lanes over TC
 UDS_DEPTHS = (1, 8)
 MOST_TROUBLES = 20
 ID_DIGITS = 12
-SELECT, PREFILL, OUTPUT, FREE, REST = "select", "prefill", "output", "free", "rest"
+SELECT, PREFILL, OUTPUT, FREE = "select", "prefill", "output", "free"
 
 
 class Placement(msgspec.Struct):
@@ -74,49 +72,36 @@ class Report(msgspec.Struct):
     ended: bool = False
 
 
+_COUNTS = ("lifecycles", "requests", "answers", "lost", "wrong", "shed", "let_down", "connections")
+
+
 class Book:
-    """What all lanes of a run share: numbers, requests, the tally."""
+    """What all lanes of a run share."""
 
-    def __init__(self, seed: int, prefix: str, goal: int | None, tolerant: bool) -> None:
-        self.report = Report()
-        self.tolerant = tolerant
-        self.known: dict[str, bytes] = {}  # the last good answer of each step but selection
-        self.draining = False
-        self.drawn = Random()
-        self._goal = goal
-        self._begun = 0
-        self._prefix = prefix.encode()
-        self._selects = [_select(prompt) for family in families(seed) for prompt in family]
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.tolerant, self.pause_s, self.prefix = args.tolerant, args.pause, args.prefix.encode()
+        self.draining = threading.Event()
+        self.lanes: list[Lane] = []
+        self.selects = [_select(prompt) for family in families(args.seed) for prompt in family]
+        self._goal: int | None = args.lifecycles
 
-    def begin(self, count: int) -> list[bytes]:
-        """Ids of that many lifecycles that shall begin now, or of as many as are left."""
-        left = count if self._goal is None else self._goal - self.report.lifecycles
+    def left(self) -> int:
+        """How many lifecycles may begin."""
+        done = sum(lane.report.lifecycles for lane in self.lanes)
+        left = 1 << 30 if self._goal is None else self._goal - done
         if left <= 0:
-            self.draining = True
-        if self.draining:
-            return []
-        ids = [b"%s%012d" % (self._prefix, self._begun + at) for at in range(min(count, left))]
-        self._begun += len(ids)
-        return ids
-
-    def request(self, step: str, lifecycle: bytes) -> bytes:
-        if step != SELECT:
-            return _LATER[step] % lifecycle
-        drawn = self.drawn.random
-        template = self._selects[int(drawn() * len(self._selects))]
-        return template % (lifecycle, FRESH_TOKENS.start + int(drawn() * len(FRESH_TOKENS)))
-
-    def outputs(self) -> int:
-        return self.drawn.randrange(3)
-
-    def trouble(self, text: str) -> None:
-        if len(self.report.troubles) < MOST_TROUBLES:
-            self.report.troubles.append(text)
+            self.draining.set()
+        return 0 if self.draining.is_set() else left
 
     def told(self, *, ended: bool = False) -> str:
-        """A line of JSON."""
-        self.report.ended = ended
-        return msgspec.json.encode(self.report).decode() + "\n"
+        """A line of JSON: the sum of what the lanes came to."""
+        whole = Report(ended=ended)
+        for lane in self.lanes:
+            for name in _COUNTS:
+                setattr(whole, name, getattr(whole, name) + getattr(lane.report, name))
+            whole.troubles += lane.report.troubles
+        del whole.troubles[MOST_TROUBLES:]
+        return msgspec.json.encode(whole).decode() + "\n"
 
 
 def _select(prompt: list[int]) -> bytes:
@@ -138,195 +123,118 @@ _LATER = {
     FREE: authorized("DELETE", "/reservations/%b"),
 }
 
-# What a lane asks next, of which lifecycles; it is sent those that were answered with 200.
-Steps = Generator[tuple[str, list[bytes]], list[bytes], None]
 
+class Lane(threading.Thread):
+    """One connection at a time and the lifecycles on it, up to `depth` at once. `address`: a port
+    or a path."""
 
-class Lane:
-    """One connection and the lifecycles on it, `depth` at a time. `address`: a port or a path."""
-
-    def __init__(self, book: Book, address: int | str, depth: int, pause_s: float) -> None:
+    def __init__(self, book: Book, address: int | str, depth: int) -> None:
+        super().__init__()
+        self.report = Report()
         self._book, self._address, self._depth = book, address, depth
-        self._pause_s = pause_s
-        self.due = 0.0  # when to go on, while nothing is under way
-        self.waits_since: float | None = None
-        self._socket: socket.socket | None = None
-        self._live: list[bytes] = []  # lifecycles that this step asked for
-        self._placed: list[bytes] = []  # those of them whose answer was good
-        self._taken = 0  # answers of this step that were read
-        self._received = b""
-        self._closing = False
-        self._step = FREE
+        self._drawn = Random()
+        self._name = b"%b%02d" % (book.prefix, len(book.lanes))
+        self._begun = 0
+        self._known: dict[str, bytes] = {}  # the last good answer of each step but selection
+        self._step, self._asked, self._taken = FREE, 0, 0  # requests under way, answers so far
 
-    @property
-    def is_done(self) -> bool:
-        return self._socket is None and self._book.draining
+    def run(self) -> None:
+        while not self._book.draining.is_set():
+            self._asked = self._taken = 0
+            try:
+                with closing(connected(self._address, ANSWER_S)) as connection:
+                    self.report.connections += 1
+                    self._live_on(connection)
+            except ValueError as error:  # no answer, or not the one that was asked for
+                self._lose(str(error), wrong=1)
+            except OSError as error:
+                self._lose(str(error))
 
-    def fileno(self) -> int:
-        return -1 if self._socket is None else self._socket.fileno()
+    def _live_on(self, connection: socket.socket) -> None:
+        """For the life of a connection, which we close, and the other end must then."""
+        drawn = self._drawn
+        for _ in range(drawn.randrange(BATCHES // 2, BATCHES * 3 // 2)):
+            count = min(self._depth, self._book.left())
+            ids = [b"%b%010d" % (self._name, self._begun + at) for at in range(count)]
+            if not ids:
+                break
+            self._begun += count
+            for step in (SELECT, PREFILL, *[OUTPUT] * drawn.randrange(3), FREE):
+                ids = ids and self._ask(connection, step, ids)
+            self.report.lifecycles += len(ids)
+            if self._book.pause_s:
+                time.sleep(self._book.pause_s)
+        connection.shutdown(socket.SHUT_WR)
+        if rest := connection.recv(1 << 18):
+            raise Malformed(f"nobody asked for {rest[:120]!r}")
 
-    def _steps(self) -> Steps:
-        """Of the life of a connection; then the lane makes another."""
-        book = self._book
-        for _ in range(book.drawn.randrange(BATCHES // 2, BATCHES * 3 // 2)):
-            if not (ids := book.begin(self._depth)):
-                return
-            for step in (SELECT, PREFILL, *[OUTPUT] * book.outputs(), FREE):
-                ids = yield step, ids
-                if not ids:
-                    break
-            else:
-                book.report.lifecycles += len(ids)
-            if self._pause_s:
-                yield REST, []
+    def _request(self, step: str, lifecycle: bytes) -> bytes:
+        if step != SELECT:
+            return _LATER[step] % lifecycle
+        drawn, selects = self._drawn.random, self._book.selects
+        template = selects[int(drawn() * len(selects))]
+        return template % (lifecycle, FRESH_TOKENS.start + int(drawn() * len(FRESH_TOKENS)))
 
-    def connect(self) -> None:
-        """Raises OSError. A local connection is made at once, or not at all."""
-        self._socket = connected(self._address, ANSWER_S)
-        self._received, self._closing = b"", False
-        self._life = self._steps()
-        self._book.report.connections += 1
-
-    def go_on(self) -> None:
-        """Take the next step; none is left: close the connection, as the other end must then."""
-        assert self._socket is not None
-        book = self._book
-        placed, self._placed, self._taken = self._placed, [], 0
-        begun = inspect.getgeneratorstate(self._life) != inspect.GEN_CREATED
-        try:
-            self._step, self._live = self._life.send(placed) if begun else next(self._life)
-        except StopIteration:
-            self._closing = True  # and whatever comes before the end was asked for by nobody
-            self._socket.shutdown(socket.SHUT_WR)
-        if self._step == REST and not self._closing:
-            self.due, self.waits_since = time.monotonic() + self._pause_s, None
-            return
-        self.waits_since = time.monotonic()
-        if not self._closing:
-            book.report.requests += len(self._live)
-            self._socket.sendall(b"".join([book.request(self._step, each) for each in self._live]))
-
-    def receive(self) -> bool:
-        """Read what is there; whether the connection has ended, which is closed then."""
-        assert self._socket is not None
-        try:
-            piece = self._socket.recv(1 << 18)
-            if piece:
-                self._received = self._received + piece if self._received else piece
-                self._judge()
-                return False
-        except ValueError as error:  # no answer, or not the one that was asked for
-            return self.lose(str(error), wrong=1)
-        except OSError as error:
-            return self.lose(str(error))
-        if self._closing and not self._received:
-            self.close()
-            return True
-        return self.lose("the connection was closed")
-
-    def _judge(self) -> None:
-        """Count the answers that have come; behind the last of a step, take the next."""
-        if self._closing or self.waits_since is None:
-            raise Malformed(f"nobody asked for {self._received[:120]!r}")
-        book, step, data, at = self._book, self._step, self._received, 0
-        known = book.known.get(step)
-        if known is not None and not self._taken and data == known * len(self._live):
-            book.report.answers += len(self._live)
-            self._placed = self._live
-        else:
-            while self._taken < len(self._live) and (found := answer_at(data, at)):
+    def _ask(self, connection: socket.socket, step: str, ids: list[bytes]) -> list[bytes]:
+        """Send a step of these lifecycles. Return those that were answered with 200."""
+        report = self.report
+        self._step, self._asked, self._taken = step, len(ids), 0
+        report.requests += len(ids)
+        connection.sendall(b"".join([self._request(step, each) for each in ids]))
+        known, data, good = self._known.get(step), b"", list[bytes]()
+        while self._taken < len(ids):
+            piece = connection.recv(1 << 18)
+            if not piece:
+                raise ConnectionError("the connection was closed")
+            data = data + piece if data else piece
+            if known is not None and not self._taken and data == known * len(ids):
+                self._taken = len(ids)
+                report.answers += len(ids)
+                return ids
+            at = 0
+            while self._taken < len(ids) and (found := answer_at(data, at)):
                 status, begin, end = found
-                self._take(step, self._live[self._taken], status, data[begin:end])
-                if step != SELECT and status == 200:
-                    book.known[step] = data[at:end]
+                if self._is_good(step, ids[self._taken], status, data[begin:end]):
+                    good.append(ids[self._taken])
+                    if step != SELECT:
+                        self._known[step] = data[at:end]
                 self._taken += 1
                 at = end
-            self._received = data[at:]
-            if self._taken < len(self._live):
-                return
-            if self._received:
-                raise Malformed(f"an answer more than was asked for: {self._received[:120]!r}")
-        self._received = b""
-        self.go_on()
+            data = data[at:]
+        if data:
+            raise Malformed(f"an answer more than was asked for: {data[:120]!r}")
+        return good
 
-    def _take(self, step: str, lifecycle: bytes, status: int, body: bytes) -> None:
-        book = self._book
-        book.report.answers += 1
+    def _is_good(self, step: str, lifecycle: bytes, status: int, body: bytes) -> bool:
+        self.report.answers += 1
         if status == 503 and step == SELECT:
             decode_refusal(body)
-            book.report.shed += 1
+            self.report.shed += 1
         elif status != 200:
-            book.report.wrong += not book.tolerant
-            book.trouble(f"{lifecycle.decode()}, {step}: {status} {body[:200]!r}")
-        else:
-            if step != SELECT:
-                decode_done(body)
-            elif decode_placement(body).reservation_id != lifecycle.decode():
-                raise Malformed(f"{lifecycle!r} was answered {body!r}")
-            self._placed.append(lifecycle)
+            self.report.wrong += not self._book.tolerant
+            self._trouble(f"{lifecycle.decode()}, {step}: {status} {body[:200]!r}")
+        elif step != SELECT:
+            decode_done(body)
+        elif decode_placement(body).reservation_id != lifecycle.decode():
+            raise Malformed(f"{lifecycle!r} was answered {body!r}")
+        return status == 200
 
-    def lose(self, why: str, wrong: int = 0) -> bool:
+    def _lose(self, why: str, wrong: int = 0) -> None:
         """The connection is of no use any more: what waits for an answer has lost it."""
-        report = self._book.report
-        asked = 0 if self._closing or self.waits_since is None else len(self._live)
-        unanswered = max(0, asked - self._taken)
+        unanswered = self._asked - self._taken
         if self._book.tolerant:
-            report.let_down += unanswered
-        else:
-            report.lost += unanswered
-            # A connection that we keep and that is closed on us, without a request: no answer is
-            # lost, but nobody asked for that either.
-            report.wrong += wrong or not unanswered
-            self._book.trouble(f"{self._step}, {unanswered} unanswered: {why}")
-        self.close()
-        return True
+            self.report.let_down += unanswered
+            time.sleep(AGAIN_S)
+            return
+        self.report.lost += unanswered
+        # A connection that we keep and that is closed on us, without a request: no answer is
+        # lost, but nobody asked for that either.
+        self.report.wrong += wrong or not unanswered
+        self._trouble(f"{self._step}, {unanswered} unanswered: {why}")
 
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self.waits_since, self._live, self._placed = None, None, [], []
-        self.due = time.monotonic() + (AGAIN_S if self._book.tolerant else 0.0)
-
-
-class Run:
-    """All lanes of a process, on one poll."""
-
-    def __init__(self, book: Book, lanes: list[Lane]) -> None:
-        self._book, self._lanes = book, lanes
-        self._poll = select.epoll()
-        self._of: dict[int, Lane] = {}
-
-    def play(self) -> Iterator[str]:
-        """Until all lanes have come to their end; yields what to print, once a second."""
-        told_at = time.monotonic()
-        self._look()
-        while not all(lane.is_done for lane in self._lanes):
-            for descriptor, _ in self._poll.poll(0.01):
-                if self._of[descriptor].receive():
-                    del self._of[descriptor]  # closing it took it off the poll
-            self._look()
-            if time.monotonic() >= told_at + 1.0:
-                told_at += 1.0
-                yield self._book.told()
-        yield self._book.told(ended=True)
-
-    def _look(self) -> None:
-        """Lanes that rest and are due go on; those that wait for too long have lost."""
-        now = time.monotonic()
-        for lane in self._lanes:
-            try:
-                if lane.waits_since is not None:
-                    if now - lane.waits_since > ANSWER_S:
-                        raise TimeoutError(f"no answer within {ANSWER_S:.0f} s")
-                elif now >= lane.due and not lane.is_done:
-                    if lane.fileno() < 0:
-                        lane.connect()
-                        self._poll.register(lane, select.EPOLLIN)
-                        self._of[lane.fileno()] = lane
-                    lane.go_on()
-            except OSError as error:
-                self._of.pop(lane.fileno(), None)
-                lane.lose(f"cannot go on: {error}")
+    def _trouble(self, text: str) -> None:
+        if len(self.report.troubles) < MOST_TROUBLES:
+            self.report.troubles.append(text)
 
 
 def main() -> None:
@@ -340,19 +248,22 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between lifecycles")
     parser.add_argument("--tolerant", action="store_true")
     args = parser.parse_args()
-    book = Book(args.seed, args.prefix, args.lifecycles, args.tolerant)
-    depths = [DEPTHS[at % len(DEPTHS)] for at in range(args.lanes)]
-    lanes = [Lane(book, args.port, depth, args.pause) for depth in depths]
-    if args.uds:
-        lanes += [Lane(book, args.uds, depth, args.pause) for depth in UDS_DEPTHS]
-
-    def drain(*_: object) -> None:
-        book.draining = True
-
-    signal.signal(signal.SIGTERM, drain)
-    for line in Run(book, lanes).play():
-        sys.stdout.write(line)
-        sys.stdout.flush()
+    book = Book(args)
+    depths = [(args.port, DEPTHS[at % len(DEPTHS)]) for at in range(args.lanes)]
+    depths += [(args.uds, depth) for depth in UDS_DEPTHS] if args.uds else []
+    for address, depth in depths:
+        book.lanes.append(Lane(book, address, depth))
+    signal.signal(signal.SIGTERM, lambda *_: book.draining.set())
+    for lane in book.lanes:
+        lane.start()
+    told_at = time.monotonic()
+    for lane in book.lanes:
+        while lane.is_alive():
+            lane.join(max(0.0, told_at + 1.0 - time.monotonic()))
+            if time.monotonic() >= told_at + 1.0:
+                told_at += 1.0
+                print(book.told(), end="", flush=True)
+    print(book.told(ended=True), end="", flush=True)
 
 
 if __name__ == "__main__":
