@@ -26,10 +26,12 @@ from typing import IO, Any, Self
 
 import msgspec
 
-from lean_selector.tools.service_process import HOST, START_TIMEOUT_S, ServiceError, check_port
+from lean_selector.tools.service_process import HOST, ServiceError, check_port
 
 ROOT = Path(__file__).resolve().parents[1]
+START_TIMEOUT_S = 120.0  # of a busy machine's
 ANSWER_TIMEOUT_S = 60.0
+LAST_LINES = 10  # of a log, in an error
 # Below those that the system hands out for connections and engines' sockets, from 32 768 on: one of
 # them could take a port between our look and the service's bind.
 PORTS = (21_000, 31_000)
@@ -151,13 +153,15 @@ class ChildService:
         env: Mapping[str, str] | None = None,
         cpus: Collection[int] = (),
         keep_alive: bool = False,
+        health: str = "/health",
     ) -> None:
         """Start it; `wait` for its first answer. Raises OSError when it cannot be started.
 
         env: the whole environment. keep_alive: all requests share a connection,
-        and one thread asks them.
+        and one thread asks them. health: the path that is answered 200 once it serves.
         """
         self.port = port
+        self._health = health
         self.name = " ".join(command[:4])  # in errors
         self.headers: Mapping[str, str] = JSON  # of `call`
         self._shared = _connection_to(port) if keep_alive else None
@@ -171,24 +175,24 @@ class ChildService:
 
     def is_healthy(self) -> bool:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            return self.request("GET", "/health")[0] == 200
+            return self.request("GET", self._health)[0] == 200
         return False
 
     def wait(self) -> None:
-        """Return when /health answers 200. Raises ServiceError when it ended, or takes too long."""
+        """Return when it is healthy. Raises ServiceError when it ended, or takes too long."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.is_healthy():
             self.check()
             if time.monotonic() > deadline:
-                raise ServiceError(f"{self.name}: no /health in {START_TIMEOUT_S:.0f} s")
+                raise ServiceError(f"{self.name}: no {self._health} in {START_TIMEOUT_S:.0f} s")
             time.sleep(0.02)
 
     def check(self) -> None:
         """Raises ServiceError, with its last words, once the process has ended."""
         code = self.process.poll()
         if code is not None:
-            words = self.log().strip().splitlines()[-1:]
-            raise ServiceError(f"{self.name} ended with {code}: {' '.join(words)}")
+            words = self.log().strip().splitlines()[-LAST_LINES:]
+            raise ServiceError(f"{self.name} ended with {code}: {' | '.join(words)}")
 
     def cpu_ns(self) -> int:
         return cpu_ns(self.process.pid)
@@ -260,6 +264,12 @@ class ChildService:
         return status
 
     def __enter__(self) -> Self:
+        """Once it is healthy. Raises ServiceError."""
+        try:
+            self.wait()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -115,7 +115,6 @@ def _measured(port: int, pid: int, requests: int) -> list[float]:
 def _selector(command: list[str], api: int, workers: list[int]) -> Iterator[int]:
     """The process of a selector that knows the workers."""
     with ChildService(command, api, env=plain_environment()) as child:
-        child.wait()
         for number, worker in enumerate(workers):
             spec = {"worker_id": number, "model_name": "m", "block_size": 16}
             spec |= {"endpoint": f"http://127.0.0.1:{worker}", "total_kv_blocks": 100_000}

@@ -196,7 +196,6 @@ def _router(worker: int, command: list[str], port: int) -> list[str]:
 def running(command: list[str], port: int) -> Iterator[int]:
     """Its process, once it answers."""
     with ChildService(command, port, env=plain_environment()) as child:
-        child.wait()
         yield child.process.pid
 
 

@@ -104,7 +104,6 @@ async def play(options: argparse.Namespace) -> None:
     if options.log is not None:
         command += ["--decision-log", str(options.log)]
     with ChildService(command, port) as child:
-        child.wait()
         client = HttpClient(f"http://{HOST}:{port}")
         for engine in engines:
             body = {

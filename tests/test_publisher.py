@@ -363,7 +363,6 @@ def test_a_service_follows_what_is_published_also_what_it_missed(
 
             return asked
 
-        child.wait()
         child.call("POST", "/workers", worker)
         wait_until(holds(3), "three blocks are held")
         with publisher.batch() as batch:

@@ -80,7 +80,6 @@ def _running(
 ) -> Iterator[tuple[Service, Engines]]:
     engines = Engines(prompts, WORKERS, capacity, event_blocks, **how)
     with Service(target) as service, engines:
-        service.wait()
         engines.register(service)
         yield service, engines
 

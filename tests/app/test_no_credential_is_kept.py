@@ -65,7 +65,7 @@ def test_no_object_of_the_process_holds_a_credential(tmp_path: Path, asks: bool)
         env=plain_environment(),
     )
     try:
-        wait_until(service.is_healthy, "the service is up")
+        service.wait()
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         with closing(connection):
             for credential in (f"Bearer {KNOWN}", f"Bearer {UNKNOWN}", f"Basic {BASIC}") * 3:

@@ -22,7 +22,7 @@ import pytest
 from lean_selector.build_info import form
 from loadtest.child_service import ChildService, free_port, plain_environment
 from tests.deploy.recipe_commands import DOCKERFILE, IN_CHECKOUT
-from tests.support.running_service import DEADLINE_S, wait_until
+from tests.support.running_service import DEADLINE_S
 
 CHECKOUT = Path(__file__).parents[2]
 STEPS = CHECKOUT / ".ci" / "dockerfile_steps.py"
@@ -119,12 +119,7 @@ def test_it_serves_as_a_user_without_rights_on_a_read_only_file_system(image: Pa
     try:
         if service.process.poll() == 1 and "unshare failed" in service.log():
             pytest.skip("this machine lets root make no mount namespace")
-
-        def is_up() -> bool:
-            assert service.process.poll() is None, service.log()
-            return service.is_healthy()
-
-        wait_until(is_up, "the service is up", 3 * DEADLINE_S)
+        service.wait()
         status = Path(f"/proc/{service.process.pid}/status").read_text()
         assert re.search(rf"^Uid:\s+{user}\s+{user}", status, re.M)
         assert re.search(r"^CapEff:\s+0000000000000004$", status, re.M)

@@ -121,12 +121,7 @@ def test_the_service_lives_within_the_calls_and_the_memory_that_it_is_allowed() 
         confined = [sys.executable, "-c", CONFINED, library, ",".join(sorted(calls))]
         service = ChildService([*confined, *selector], port, env=plain_environment())
         try:
-
-            def is_up() -> bool:
-                assert service.process.poll() is None, service.log()
-                return service.is_healthy()
-
-            wait_until(is_up, "the service is up")
+            service.wait()
             wait_until(lambda: service.request("GET", "/ready")[0] == 200, "the engine is found")
             headers = {"content-type": "application/json"}
             body = b'{"model_name": "m", "token_ids": [1, 2, 3, 4]}'

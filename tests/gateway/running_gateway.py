@@ -41,20 +41,13 @@ class RunningGateway:
         return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
-        self.child = ChildService(self._command, self.api_port, env=plain_environment())
-        try:
-            wait_until(self._is_up, "the gateway is up")
+        with ExitStack() as stack:
+            child = ChildService(self._command, self.api_port, env=plain_environment())
+            self.child = stack.enter_context(child)
             if self._knows:
                 wait_until(self._knows_all, "the gateway knows its workers")
-        except BaseException:
-            self.child.stop()
-            raise
+            stack.pop_all()
         return self
-
-    def _is_up(self) -> bool:
-        if self.child.process.poll() is not None:
-            raise AssertionError(f"the gateway ended: {self.child.log()}")
-        return self.child.is_healthy()
 
     def _knows_all(self) -> bool:
         """Registered, and their events are heard."""

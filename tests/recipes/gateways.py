@@ -6,16 +6,12 @@ selector and its ends are, the token that it asks for, the port, and where files
 
 import contextlib
 import http.client
-import os
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from loadtest.child_service import free_port
+from loadtest.child_service import ChildService, free_port
 from tests.support.programs import program, python_program
-from tests.support.running_service import wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 WORKERS = ("10.0.0.11:8000", "10.0.0.12:8000")  # of the recipes
@@ -63,49 +59,25 @@ class Gateway:
         self.token = ""  # the selector's; none is sent
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._output = folder / "gateway.log"
-        self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
         """Writes its configuration, and says how it is started."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        with self._output.open("ab") as output:
-            self._process = subprocess.Popen(
-                self.command(), stdout=output, stderr=output, start_new_session=True
-            )
-        try:
-            wait_until(self._is_up, "the gateway is up")
-        except BaseException:
-            self.stop()
-            raise
+        child = ChildService(self.command(), self.port, health="/v1/models")
+        self._child = child.__enter__()
         return self
 
     def connection(self) -> contextlib.closing[http.client.HTTPConnection]:
         """A client's, which is closed at the end."""
         return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60))
 
-    def _is_up(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, self.log()
-        with (
-            contextlib.suppress(OSError, http.client.HTTPException),
-            self.connection() as connection,
-        ):
-            connection.request("GET", "/v1/models")
-            return connection.getresponse().status == 200
-        return False
-
     def log(self) -> str:
-        return self._output.read_text(errors="replace")
+        return self._child.log()
 
     def stop(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        self._child.stop()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -138,7 +110,7 @@ class Nginx(Gateway):
                     "user www-data lean-selector;": self.user,
                     "listen 8080": f"listen 127.0.0.1:{self.port}",
                     "/run/nginx.pid": str(self.folder / "nginx.pid"),
-                    "/var/log/nginx/error.log": str(self.folder / "gateway.log"),
+                    "/var/log/nginx/error.log": "stderr",
                     "unix:/run/lean/ends.sock": self.places.ends(
                         unix="unix:{0}", tcp="127.0.0.1:{1}"
                     ),

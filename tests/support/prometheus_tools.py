@@ -11,6 +11,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadtest.child_service import ChildService
 from tests.support.programs import program
 from tests.support.running_service import DEADLINE_S, free_port, wait_until
 
@@ -100,29 +101,16 @@ def running_prometheus(home: Path, targets: dict[str, int], rules: Path) -> Iter
         ],
     }
     (home / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-    with (home / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                program("prometheus", "prometheus"),
-                f"--config.file={home / 'prometheus.yml'}",
-                f"--storage.tsdb.path={home / 'data'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
+    command = [
+        program("prometheus", "prometheus"),
+        f"--config.file={home / 'prometheus.yml'}",
+        f"--storage.tsdb.path={home / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
     prometheus = Prometheus(port)
-    try:
-
-        def is_up() -> bool:
-            assert process.poll() is None, (home / "log").read_text()
-            try:
-                return len(prometheus.query("up == 1")) == len(targets)
-            except OSError:
-                return False
-
-        wait_until(is_up, "prometheus scrapes every target")
+    with ChildService(command, port, health="/-/ready"):
+        wait_until(
+            lambda: len(prometheus.query("up == 1")) == len(targets),
+            "prometheus scrapes every target",
+        )
         yield prometheus
-    finally:
-        process.terminate()
-        process.wait(timeout=DEADLINE_S)

@@ -226,7 +226,6 @@ def running(command: Sequence[str], env: Mapping[str, str], *flags: str) -> Iter
     arguments = [*command, "--port", str(port), *flags]
     environment = plain_environment(DYN_LOG="error", **env)
     with ChildService(arguments, port, env=environment, keep_alive=True) as child:
-        child.wait()
         yield child
 
 
