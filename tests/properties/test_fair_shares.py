@@ -305,7 +305,6 @@ def test_who_comes_and_goes_leaves_nothing_behind() -> None:
     (line,) = queue.lines()
     assert isinstance(line, FairLine)
     assert len(line._heap) < 50
-    assert len(shares._heap) < 50
 
 
 def services(shares: FairShares) -> dict[str, float]:

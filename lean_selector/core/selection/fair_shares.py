@@ -13,10 +13,10 @@ minute: who took much is forgiven. While two ids wait for the same ranks with th
 priority, their services, counted from any moment on, therefore differ by at most twice the largest
 request; what output adds later, by at most that of what is in flight.
 
-Heaps tell which id comes first, in each line and of all that wait. Being served makes a position
-worse, so an entry is brought up to date when it comes first; what makes one better adds an entry,
-or builds the heap anew. Ids that do not wait are forgotten, the least recent first, beyond MAX_IDS.
-Each replica counts what it serves itself."""
+A heap tells which id comes first in a line. Being served makes a position worse, so an entry is
+brought up to date when it comes first; what makes one better adds an entry, or builds the heap
+anew. Ids that do not wait are forgotten, the least recent first, beyond MAX_IDS. Each replica
+counts what it serves itself."""
 
 import bisect
 import heapq
@@ -41,10 +41,9 @@ _key = attrgetter("key")
 class Share:
     """What one id has been served."""
 
-    __slots__ = ("flows", "number", "service", "weight")
+    __slots__ = ("flows", "service", "weight")
 
-    def __init__(self, number: int, weight: float) -> None:
-        self.number = number
+    def __init__(self, weight: float) -> None:
         self.weight = weight
         self.service = 0.0  # tokens / weight
         self.flows: list[Flow] = []  # where its requests wait
@@ -134,8 +133,7 @@ class FairShares:
         self._weights = weights
         self._block_size = block_size
         self._shares: dict[str, Share] = {}  # the least recent first
-        self._heap: list[tuple[float, int, Share]] = []  # those that wait, by service and number
-        self._number = 0
+        self._waiting: dict[Share, None] = {}  # those with flows
         self._floor = 0.0  # where an id starts if nobody waits
         # Reservations that were charged: for how many output tokens, and after how many halvings
         self._charged: dict[str, tuple[Share, int, int]] = {}
@@ -148,19 +146,19 @@ class FairShares:
     def enter(self, line: FairLine, name: str) -> Flow:
         """Return a new flow for the first request of an id in a line."""
         share = self._share(name)
-        is_new = not share.flows
-        if is_new:
-            share.service = max(share.service, self._least())
+        if not share.flows:
+            services = [other.service for other in self._waiting]
+            share.service = max(share.service, min(services, default=self._floor))
+            self._waiting[share] = None
         flow = Flow(line, share)
         share.flows.append(flow)
-        if is_new:
-            self._put(share)
         return flow
 
     def leave(self, flow: Flow) -> None:
         """Note that a flow is empty."""
         flow.share.flows.remove(flow)
         if not flow.share.flows:
+            del self._waiting[flow.share]
             self._floor = flow.share.service
 
     def charge(self, request: SelectionRequest, placement: Placement) -> None:
@@ -183,8 +181,7 @@ class FairShares:
         more = reservation.output_blocks * self._block_size - expected
         tokens = OUTPUT_WEIGHT * more * 0.5 ** (self._halved - halved)
         share.service = max(0.0, share.service + tokens / share.weight)
-        if more < 0 and share.flows:
-            self._put(share)
+        if more < 0:
             for flow in share.flows:
                 flow.line.put(flow)
 
@@ -204,15 +201,13 @@ class FairShares:
             share.service *= 0.5
             for flow in share.flows:
                 lines[flow.line] = None
-        self._build()
         for line in lines:
             line.build()
 
     def _share(self, name: str) -> Share:
         share = self._shares.pop(name, None)
         if share is None:
-            self._number += 1
-            share = Share(self._number, self._weights.get(name, 1.0))
+            share = Share(self._weights.get(name, 1.0))
             for _ in range(2):  # ids that wait stay; the number of connections limits them
                 if len(self._shares) < MAX_IDS:
                     break
@@ -222,26 +217,3 @@ class FairShares:
                     self._shares[oldest] = other
         self._shares[name] = share
         return share
-
-    def _least(self) -> float:
-        """Return the least service of the ids that wait."""
-        heap = self._heap
-        while heap:
-            service, number, share = heap[0]
-            if not share.flows:
-                heapq.heappop(heap)
-            elif service == share.service:
-                return service
-            else:
-                heapq.heapreplace(heap, (share.service, number, share))
-        return self._floor
-
-    def _put(self, share: Share) -> None:
-        heapq.heappush(self._heap, (share.service, share.number, share))
-        if len(self._heap) > 2 * len(self._shares) + _SPARE:
-            self._build()
-
-    def _build(self) -> None:
-        waiting = [share for share in self._shares.values() if share.flows]
-        self._heap = [(share.service, share.number, share) for share in waiting]
-        heapq.heapify(self._heap)
