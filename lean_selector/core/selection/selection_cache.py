@@ -9,14 +9,7 @@ from collections import OrderedDict
 from lean_selector.core.selection.router_settings import SelectionCacheSettings
 from lean_selector.core.selection.shapes import CachedSelection, PartitionKey
 
-
-class _Entry:
-    __slots__ = ("expires_at", "selection", "size")
-
-    def __init__(self, selection: CachedSelection, expires_at: float, size: int) -> None:
-        self.selection = selection
-        self.expires_at = expires_at
-        self.size = size
+_Entry = tuple[CachedSelection, float, int]  # with when it expires, and its size in bytes
 
 
 class SelectionCache:
@@ -43,7 +36,7 @@ class SelectionCache:
         self.drop(key, selection_id)
         self.expire(now)
         size = _size_of(key, selection_id, selection)
-        self._entries[key, selection_id] = _Entry(selection, now + settings.ttl_s, size)
+        self._entries[key, selection_id] = selection, now + settings.ttl_s, size
         self.size_bytes += size
         self.stored += 1
         while len(self._entries) > settings.max_entries or self.size_bytes > settings.max_bytes:
@@ -53,7 +46,7 @@ class SelectionCache:
     def get(self, key: PartitionKey, selection_id: str, now: float) -> CachedSelection | None:
         self.expire(now)
         entry = self._entries.get((key, selection_id))
-        return None if entry is None else entry.selection
+        return None if entry is None else entry[0]
 
     def use_up(self, key: PartitionKey, selection_id: str) -> None:
         """Drop a selection, because it was booked."""
@@ -63,17 +56,17 @@ class SelectionCache:
     def drop(self, key: PartitionKey, selection_id: str) -> None:
         entry = self._entries.pop((key, selection_id), None)
         if entry is not None:
-            self.size_bytes -= entry.size
+            self.size_bytes -= entry[2]
 
     def expire(self, now: float) -> None:
         entries = self._entries
-        while entries and next(iter(entries.values())).expires_at <= now:
+        while entries and next(iter(entries.values()))[1] <= now:
             self._drop_oldest()
             self.expired += 1
 
     def _drop_oldest(self) -> None:
         _, entry = self._entries.popitem(last=False)
-        self.size_bytes -= entry.size
+        self.size_bytes -= entry[2]
 
 
 def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -> int:
