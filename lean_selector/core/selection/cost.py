@@ -32,6 +32,8 @@ over the costs scaled to 0..1."""
 
 import math
 
+from msgspec.structs import replace
+
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.router_settings import (
     CostTerms,
@@ -150,19 +152,8 @@ def under(base: CostTerms, policy: Policy) -> CostTerms:
     """Return the weights of the cost formula under `policy`, derived from `base`."""
     if policy == "dynamo":
         return base
-    return CostTerms(
-        base.credit,
-        0.0,
-        _LATENCY_SCALE,
-        base.temperature,
-        base.track_prefill,
-        base.host_weight,
-        base.disk_weight,
-        base.request_weight,
-        base.credits_untracked,
-        _LATENCY_SCALE if base.track_prefill else 0.0,
-        True,
-    )
+    eviction = _LATENCY_SCALE if base.track_prefill else 0.0
+    return replace(base, decay=0.0, scale=_LATENCY_SCALE, eviction=eviction, knows_speeds=True)
 
 
 def base_terms(settings: RouterSettings) -> CostTerms:
@@ -182,22 +173,15 @@ def base_terms(settings: RouterSettings) -> CostTerms:
 
 def overridden(base: CostTerms, override: RouterOverride, policy: Policy = "dynamo") -> CostTerms:
     """Return `base` with a request's overrides. `policy` applies if `override` names no policy."""
-    credit = override.overlap_score_credit
-    scale = override.prefill_load_scale
-    if override.overlap_score_weight is not None:
-        scale = override.overlap_score_weight
-        if scale == 0.0:
-            credit = 0.0
+    credit, scale = override.overlap_score_credit, override.scale
+    if override.overlap_score_weight == 0.0:
+        credit = 0.0
     temperature, track = override.router_temperature, override.track_prefill_tokens
-    found = CostTerms(
-        base.credit if credit is None else credit,
-        base.decay,
-        base.scale if scale is None else scale,
-        base.temperature if temperature is None else temperature,
-        base.track_prefill if track is None else track,
-        base.host_weight,
-        base.disk_weight,
-        base.request_weight,
-        base.credits_untracked,
+    found = replace(
+        base,
+        credit=base.credit if credit is None else credit,
+        scale=base.scale if scale is None else scale,
+        temperature=base.temperature if temperature is None else temperature,
+        track_prefill=base.track_prefill if track is None else track,
     )
     return under(found, override.policy or policy)

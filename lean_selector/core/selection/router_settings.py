@@ -113,7 +113,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
         problems = [
             f"{name}: must be {range_text}, got {value}"
             for name, value, top, range_text in (
-                ("prefill_load_scale", self._scale(), LARGEST, "finite, at least 0.0"),
+                ("prefill_load_scale", self.scale, LARGEST, "finite, at least 0.0"),
                 ("router_temperature", self.router_temperature, LARGEST, "finite, at least 0.0"),
                 (
                     "shared_cache_multiplier",
@@ -130,7 +130,8 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
         if credit is not None and not 0.0 <= credit <= 1.0 and self.overlap_score_weight != 0.0:
             raise ValueError("__all__: overlap_score_credit must be between 0.0 and 1.0")
 
-    def _scale(self) -> float | None:
+    @property
+    def scale(self) -> float | None:
         weight = self.overlap_score_weight
         return self.prefill_load_scale if weight is None else weight
 
