@@ -54,9 +54,7 @@ class ServiceState:
 class WorkerRecords:
     """Caches each worker's record as JSON. Used only on the event loop's thread."""
 
-    def __init__(
-        self, catalog: Catalog, record: Callable[[Worker], object] = Worker.record
-    ) -> None:
+    def __init__(self, catalog: Catalog, record: Callable[[Worker], object]) -> None:
         """`record` returns a worker in the form in which the API shows it."""
         self._catalog = catalog
         self._record = record

@@ -12,6 +12,7 @@ from lean_selector.app.state_files import CATALOG, RESERVATIONS, StateDirectory,
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.core.settings import API_1_3
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from tests.app.kept_selector import Kept
 from tests.support.driven_selector import DrivenSelector, pack
@@ -49,7 +50,7 @@ def told(kept: Kept) -> object:
     """All that can be asked of it."""
     partitions = kept.selector.catalog.partitions
     return (
-        [worker.record() for worker in kept.selector.catalog.matching(None, None)],
+        [worker.shown(API_1_3) for worker in kept.selector.catalog.matching(None, None)],
         kept.selector.thresholds(),
         {
             key: (each.block_size, each.members, each.established)

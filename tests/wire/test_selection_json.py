@@ -9,7 +9,8 @@ import pytest
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.shapes import Overlap, Placement, WorkerSpec
+from lean_selector.core.selection.shapes import Overlap, Placement, WorkerRecord, WorkerSpec
+from lean_selector.core.settings import API_1_3
 from lean_selector.wire.selection_bodies import (
     ReservationRequest,
     SelectRequest,
@@ -65,7 +66,7 @@ FULL: dict[str, Any] = {
 
 
 def test_a_record_shows_every_field_in_the_documented_order() -> None:
-    record = Worker(worker(json.dumps(FULL)).spec(), [], {}).record()
+    record = WorkerRecord(**Worker(worker(json.dumps(FULL)).spec(), [], {}).shown(API_1_3))
     shown = json.loads(msgspec.json.encode(record))
     order = [*FULL]
     order.insert(3, "lifecycle")
@@ -77,7 +78,7 @@ def test_a_record_shows_every_field_in_the_documented_order() -> None:
 
 
 def test_a_record_of_nothing_shows_nulls_and_leaves_out_empty_maps() -> None:
-    record = Worker(spec(), ["endpoint is required"], {}).record()
+    record = WorkerRecord(**Worker(spec(), ["endpoint is required"], {}).shown(API_1_3))
     shown = json.loads(msgspec.json.encode(record))
     assert [name for name, value in shown.items() if value is not None] == [
         *("worker_id", "model_name", "tenant_id", "lifecycle", "taints", "topology_domains"),

@@ -27,7 +27,7 @@ from lean_selector.core.selection.shapes import (
     WorkerRecord,
     WorkerSpec,
 )
-from lean_selector.core.settings import API_1_3, Dialect
+from lean_selector.core.settings import Dialect
 from lean_selector.core.zmq_endpoints import (
     check_endpoint,
     replay_endpoint_for,
@@ -207,9 +207,6 @@ class Worker:
         self.sources = sources
         self.is_draining = is_draining
         self.lifecycle = INCOMPLETE if reasons else DRAINING if is_draining else SCHEDULABLE
-
-    def record(self) -> WorkerRecord:
-        return WorkerRecord(**self.shown(API_1_3))
 
     def shown(self, dialect: Dialect) -> dict[str, Any]:
         """Return the fields of the worker's record as the API shows them. A field without a value

@@ -16,6 +16,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Source, WorkerSpec
+from lean_selector.core.settings import API_1_3
 from tests.support.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"
@@ -33,8 +34,7 @@ def deaf() -> DrivenSelector:
 
 def reasons(driven: DrivenSelector, **changes: Any) -> list[str]:
     worker = driven.register(1, **changes)
-    record = worker.record()
-    assert record.lifecycle == ("incomplete" if worker.reasons else "schedulable")
+    assert worker.lifecycle == ("incomplete" if worker.reasons else "schedulable")
     return worker.reasons
 
 
@@ -65,7 +65,11 @@ def test_d28_what_a_record_lists_has_a_limit_and_nothing_changes_beyond_it(
 def test_d28_endpoints_of_ranks_that_the_worker_lacks_stay_in_its_record() -> None:
     driven = DrivenSelector(use_kv_events=True)
     worker = driven.register(1, kv_events_endpoints={0: ENDPOINT, 7: ENDPOINT, 9: ENDPOINT})
-    assert worker.record().kv_events_endpoints == {"0": ENDPOINT, "7": ENDPOINT, "9": ENDPOINT}
+    assert worker.shown(API_1_3)["kv_events_endpoints"] == {
+        "0": ENDPOINT,
+        "7": ENDPOINT,
+        "9": ENDPOINT,
+    }
     assert list(worker.sources) == [0]
     worker = driven.selector.catalog.patch(1, {"data_parallel_start_rank": 7})
     assert list(worker.sources) == [7]
