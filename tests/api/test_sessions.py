@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lean_selector.core.sessions.shapes import SessionEvent
-from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import SessionSettings
 from tests.support.gates import InProcess, selection_gate, selection_service
 from tests.support.running_service import RunningService
@@ -54,8 +53,10 @@ def told() -> list[SessionEvent]:
 
 @pytest.fixture
 def fleet(told: list[SessionEvent]) -> Fleet:
-    tables = SessionTables(SessionSettings(ttl_s=60.0), tell=told.append)
-    return Fleet(InProcess(selection_gate(service=selection_service(tables=tables))))
+    service = selection_service(sessions=SessionSettings(ttl_s=60.0))
+    assert service.selector.sessions is not None
+    service.selector.sessions.publish(0, lambda: 1, told.append)
+    return Fleet(InProcess(selection_gate(service=service)))
 
 
 def test_an_id_that_is_too_long_is_refused_before_all_else_that_is_wrong(fleet: Fleet) -> None:

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
-from lean_selector.core.sessions.table import MAX_SEQUENCE, SessionTable, SessionTables
-from lean_selector.core.settings import SessionSettings
-from tests.support.reservations import session_event
+from lean_selector.core.sessions.table import MAX_SEQUENCE, SessionTable
+from tests.support.reservations import session_event, session_table
 
 TTL_S = 10.0
 OURS = 5
@@ -21,8 +20,7 @@ workers, ranks = st.integers(1, 3), st.integers(0, 1)
 
 
 def new_table(writer_id: int, tell: Callable[[SessionEvent], None], first: int = 3) -> SessionTable:
-    settings = SessionSettings(ttl_s=TTL_S)
-    return SessionTables(settings, writer_id, lambda: first, tell).new_table("m", "t")
+    return session_table(TTL_S, writer_id, lambda: first, tell)
 
 
 class Entry:

@@ -22,7 +22,6 @@ from lean_selector.core.selection.shapes import (
     Source,
     WorkerSpec,
 )
-from lean_selector.core.sessions.table import SessionTables
 
 BLOCK_SIZE = 4
 
@@ -83,14 +82,10 @@ class DrivenSelector:
         self.turns: list[Callable[[], None]] | None = [] if settings.pop("turns", False) else None
         decisions = settings.pop("decisions", None)
         check: Callable[[WorkerSpec], None] = settings.pop("check_worker", lambda spec: None)
-        tables = None
-        if isinstance(settings.get("sessions"), SessionTables):
-            tables = settings.pop("sessions")
         self.selector = Selector(
             RouterSettings(**settings),
             sources,
             random.Random(7),
-            sessions=tables,
             call_soon=None if self.turns is None else self.turns.append,
             check_worker=check,
         )

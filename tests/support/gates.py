@@ -22,7 +22,6 @@ from lean_selector.core.selection.queue import Timer
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import SELECT_AND_RESERVE
-from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_3, API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
@@ -88,7 +87,6 @@ def selection_service(
     call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
     dice: random.Random | None = None,
     books_at: str = SELECT_AND_RESERVE,
-    tables: SessionTables | None = None,
     publish: Callable[[ReplicaEvent], None] | None = None,
     **settings: Any,
 ) -> SelectionService:
@@ -101,7 +99,6 @@ def selection_service(
         RouterSettings(**settings),
         engines,
         dice or random.Random(7),
-        sessions=tables,
         call_later=call_later,
     )
     if publish is not None:

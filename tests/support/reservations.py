@@ -1,5 +1,6 @@
 """Bookings, and the records that hold one, from flat arguments: what a test says of a request."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -8,6 +9,8 @@ from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.shapes import EventKind, LiveReservation, ReplicaEvent
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent
+from lean_selector.core.sessions.table import SessionTable, SessionTables
+from lean_selector.core.settings import SessionSettings
 
 Record = TypeVar("Record", ReplicaEvent, LiveReservation)
 
@@ -89,6 +92,17 @@ def changed(record: Record, **fields: object) -> Record:
     own = {name: fields.pop(name) for name in record.__struct_fields__ if name in fields}
     spec = msgspec.structs.replace(record.spec, **fields)
     return msgspec.structs.replace(record, spec=spec, **own)
+
+
+def session_table(
+    ttl_s: float,
+    writer_id: int,
+    first_sequence: Callable[[], int],
+    tell: Callable[[SessionEvent], None],
+) -> SessionTable:
+    tables = SessionTables(SessionSettings(ttl_s=ttl_s))
+    tables.publish(writer_id, first_sequence, tell)
+    return tables.new_table("m", "t")
 
 
 def session_event(*values: Any) -> SessionEvent:

@@ -67,14 +67,13 @@ class Selector:
         new_index: Callable[[int], KvIndex] = KvIndex,
         thresholds: BusyThreshold = OFF,
         on_discarded: Callable[[Partition], None] = lambda partition: None,
-        sessions: "SessionTables | None" = None,
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None,
         call_soon: CallSoon | None = None,
         call_later: CallLater | None = None,
     ) -> None:
         """`thresholds` are the default busy thresholds. `on_discarded` and `check_worker` are
-        passed to the catalog. If `sessions` are not given, the settings define them. `call_soon`
-        and `call_later` are the event loop's methods, for queued requests (see `QueueRules`)."""
+        passed to the catalog. `call_soon` and `call_later` are the event loop's methods, for queued
+        requests (see `QueueRules`)."""
         self.settings = settings
         self.terms: CostTerms = terms(settings)  # for all models except the following
         self.model_terms = {
@@ -82,11 +81,11 @@ class Selector:
             for model, policy in settings.model_policies.items()
         }
         self.ledgers = Ledgers(settings.reservation_expiry_s)  # set `events` before any worker
-        if sessions is None and settings.sessions is not None:
+        self.sessions: SessionTables | None = None  # sessions are off
+        if settings.sessions is not None:
             from lean_selector.core.sessions.table import SessionTables
 
-            sessions = SessionTables(settings.sessions)
-        self.sessions = sessions  # None: sessions are off
+            self.sessions = SessionTables(settings.sessions)
         self._rng = rng
         self._new_index = new_index
         self.limits = BusyThresholds(thresholds)

@@ -50,19 +50,11 @@ class SessionCounts:
 class SessionTables:
     """What the session tables of all partitions share: settings, and how to publish bindings."""
 
-    def __init__(
-        self,
-        settings: SessionSettings,
-        writer_id: int = 0,
-        first_sequence: Callable[[], int] = lambda: 1,
-        tell: Callable[[SessionEvent], None] | None = None,
-    ) -> None:
-        """Bindings are numbered upwards from `first_sequence()`. If there are peers, it returns the
-        time in ns, so that no number recurs after a restart. `tell` publishes bindings to peers."""
+    def __init__(self, settings: SessionSettings) -> None:
         self.settings = settings
-        self.writer_id = writer_id
-        self.first_sequence = first_sequence
-        self.tell = tell
+        self.writer_id = 0
+        self.first_sequence: Callable[[], int] = lambda: 1
+        self.tell: Callable[[SessionEvent], None] | None = None
 
     def publish(
         self,
@@ -70,7 +62,8 @@ class SessionTables:
         first_sequence: Callable[[], int],
         tell: Callable[[SessionEvent], None],
     ) -> None:
-        """Publishes the bindings of all tables that are made from now on."""
+        """Publish the bindings of all tables that are made from now on. They are numbered upwards
+        from `first_sequence()`: the time in ns, so that no number recurs after a restart."""
         self.writer_id, self.first_sequence, self.tell = writer_id, first_sequence, tell
 
     def new_table(self, model_name: str, tenant_id: str) -> "SessionTable":

@@ -13,7 +13,7 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import EXPLANATION, AffinityTarget, Placement
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
-from lean_selector.core.sessions.table import SessionTable, SessionTables
+from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import SESSION_TOPIC, UndecodableFrames, decode_session
 from tests.support.driven_selector import DrivenSelector
@@ -293,8 +293,9 @@ def test_sessions_go_where_frames_of_a_peer_sent_them_at_the_reference() -> None
     own = next(case for case in injected if "messages_published" in case)["messages_published"][0]
     writer_id, first = own["decoded"]["writer_id"], own["decoded"]["sequence"]
     told: list[SessionEvent] = []
-    tables = SessionTables(SessionSettings(ttl_s=3.0), writer_id, lambda: first, told.append)
-    driven = DrivenSelector(sessions=tables)
+    driven = DrivenSelector(sessions=SessionSettings(ttl_s=3.0))
+    assert driven.selector.sessions is not None
+    driven.selector.sessions.publish(writer_id, lambda: first, told.append)
     driven.register(1, data_parallel_size=2, model_name="m")
     driven.register(2, model_name="m")
     driven.register(3, model_name="m", tenant_id="g")

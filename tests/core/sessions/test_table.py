@@ -9,10 +9,8 @@ from lean_selector.core.sessions.table import (
     MAX_AHEAD,
     MAX_SEQUENCE,
     SessionTable,
-    SessionTables,
 )
-from lean_selector.core.settings import SessionSettings
-from tests.support.reservations import session_event
+from tests.support.reservations import session_event, session_table
 
 TTL_S = 10.0
 OURS, PEER = 7, 9
@@ -30,8 +28,7 @@ def told() -> Told:
 
 @pytest.fixture
 def table(told: Told) -> SessionTable:
-    settings = SessionSettings(ttl_s=TTL_S)
-    return SessionTables(settings, OURS, lambda: 100, told.append).new_table("m", "t")
+    return session_table(TTL_S, OURS, lambda: 100, told.append)
 
 
 def where(table: SessionTable, session_id: str, now: float) -> tuple[int, int | None] | None:
@@ -65,8 +62,7 @@ def test_an_id_is_measured_in_bytes(table: SessionTable) -> None:
 
 def test_a_sequence_far_above_the_clock_does_not_raise_ours_to_what_nobody_takes() -> None:
     clock, told = [100], Told()
-    settings = SessionSettings(ttl_s=TTL_S)
-    table = SessionTables(settings, OURS, lambda: clock[0], told.append).new_table("m", "t")
+    table = session_table(TTL_S, OURS, lambda: clock[0], told.append)
     for sequence in (MAX_SEQUENCE, MAX_SEQUENCE - 1, 101 + MAX_AHEAD):
         assert table.apply(heard(sequence=sequence), 0.0) is SessionVerdict.SEQUENCE
     table.book("mine", "a", 1, 0, 0.0)
