@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from lean_selector.core.errors import AllWorkersBusy, NoPrefillWorker, SelectorError, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.selection import choice
+from lean_selector.core.selection import choice, scheduler
 from lean_selector.core.selection.pairs import decode_terms, prefill_terms
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
@@ -190,7 +190,7 @@ class Naive:
     local_most=st.sampled_from([0, 30, 2048]),
     fallback=st.sampled_from(["refuse", "local"]),
     few=st.sampled_from([0, choice._FEW_RANKS]),
-    many=st.sampled_from([0, choice._MANY_GROUPS]),
+    many=st.sampled_from([0, scheduler._MANY_GROUPS]),
 )
 def test_pairs_are_chosen_as_by_looking_at_each_rank(
     fleet: Fleet,
@@ -213,7 +213,7 @@ def test_pairs_are_chosen_as_by_looking_at_each_rank(
     selector._rng = random.Random(isl_tokens)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(choice, "_FEW_RANKS", few)
-        patched.setattr(choice, "_MANY_GROUPS", many)
+        patched.setattr(scheduler, "_MANY_GROUPS", many)
         found: Placement | SelectorError
         try:
             placed = selector.select(partition, request, 0.0)

@@ -22,7 +22,6 @@ test compares every choice with that of a chooser that visits all ranks."""
 
 import math
 import random
-from collections.abc import Iterable
 
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
@@ -40,24 +39,27 @@ from lean_selector.core.selection.cost import (
     softmax,
     taint_factor,
 )
-from lean_selector.core.selection.overlap import NOTHING, MatchSets, RankSets, met, set_numbers
+from lean_selector.core.selection.overlap import (
+    EVERYONE,
+    NOTHING,
+    Groups,
+    MatchSets,
+    RankSets,
+    active_prefix_sets,
+    met,
+    set_numbers,
+)
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import CostTerms
+from lean_selector.core.selection.scheduler import taint_weights
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # -- cells -----------------------------------------------------------------------------------------
-# Cells: sets of ranks on which a prompt costs the same if their load is the same.
-#
-# The cost on a rank depends on the rank's load, on how many blocks of the prompt it holds on each
-# tier, on how many of them are active there, and on its taints. Ranks that differ only in load form
-# one cell. So the number of cells depends on how many different matches there are, not on the
-# number of ranks. A set is an int (each rank is a bit, `RankBits`), so a few `&` make the cells.
+# A set of ranks is an int (each rank is a bit, `RankBits`), so a few `&` make the cells. How many
+# there are depends on how many different matches, active prefixes and taints there are.
 
-_EVERYONE = -1  # as a set: all bits
-Groups = list[tuple[float, int]]  # (factor on the cost, ranks), disjoint
-_NO_PREFERENCE: Groups = [(1.0, _EVERYONE)]
+_NO_PREFERENCE: Groups = [(1.0, EVERYONE)]
 _NO_SHARES: RankSets = []
-_MANY_GROUPS = 64  # sets of ranks with different weights of their taints
 
 
 class Cell:
@@ -187,51 +189,6 @@ class Pricing:
         return self.slope == self.reach and not (self._decays and cell.match.device)
 
 
-def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
-    """Return pairs (number of blocks, set of ranks): running requests on these ranks use exactly
-    this many of the prompt's leading blocks. The highest number comes first. Ranks where the number
-    is 0 are in no pair."""
-    prompt, slots = request.prompt, partition.slots
-    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
-        return []
-    return slots.active_prefix_sets(prompt.sequence_hashes())
-
-
-def taint_weights(
-    partition: Partition, preferred: dict[str, float], liked: Iterable[tuple[float, int]] = ()
-) -> Groups:
-    """Group the ranks by the total weight of their worker's preferred taints, and of the sets
-    `liked` that they are in: (weight, ranks)."""
-    groups = [(0.0, _EVERYONE)]
-    for name, weight in preferred.items():
-        if len(groups) > _MANY_GROUPS:
-            groups = _weights_by_worker(partition, preferred)
-            break
-        groups = _with_weight(groups, weight, partition.tainted.get(name, 0))
-    for weight, having in liked:
-        groups = _with_weight(groups, weight, having)
-    return groups
-
-
-def _with_weight(groups: Groups, weight: float, having: int) -> Groups:
-    with_it = [(total + weight, both) for total, ranks in groups if (both := ranks & having)]
-    return [(total, rest) for total, ranks in groups if (rest := ranks & ~having)] + with_it
-
-
-def _weights_by_worker(
-    partition: Partition, preferred: dict[str, float]
-) -> list[tuple[float, int]]:
-    """Group the ranks by their taints worker by worker: faster if taints vary much."""
-    positions = {name: position for position, name in enumerate(preferred)}
-    sums: dict[float, int] = {}
-    for worker in partition.workers.values():
-        weight = 0.0
-        for name in sorted([n for n in worker.taints if n in positions], key=positions.__getitem__):
-            weight += preferred[name]
-        sums[weight] = sums.get(weight, 0) | worker.mask
-    return list(sums.items())
-
-
 def cells(
     partition: Partition,
     request: SelectionRequest,
@@ -259,7 +216,7 @@ def cells(
         times = min(ranks.bit_count(), (len(matches) + 1) * (len(shares) + 1))
         members = set_numbers(groups, ranks, times)
     found: list[Cell] = []
-    for match, holding in [*matches, (NOTHING, _EVERYONE)]:
+    for match, holding in [*matches, (NOTHING, EVERYONE)]:
         alike = ranks & holding
         if not alike:
             continue
@@ -283,7 +240,7 @@ def cells(
             continue
         for part in (alike, rest) if rest else (alike,):
             sharing_sets = shares if sharers is None else met(shares, sharers, part)
-            for shared, sharing in [*sharing_sets, (0, _EVERYONE)]:
+            for shared, sharing in [*sharing_sets, (0, EVERYONE)]:
                 if both := part & sharing:
                     part ^= both
                     blocks = new_blocks - shared + added
@@ -428,17 +385,16 @@ class DrawBounds:
             if rng.random() * bound < weight:
                 return bit
             if weight < FAR * bound and part.start != _DIVIDED:
-                number = parts.index(part)
-                parts[number : number + 1] = self._divided(part, total - part.mass)
+                number, others = parts.index(part), total - part.mass
+                few = ranks.bit_count() <= _FEW_RANKS
+                parts[number : number + 1] = (
+                    self._one_by_one(part) if few else self._by_load(part, others * _LEFT)
+                )
                 total = sum([part.mass for part in parts])
         return -1
 
     def _weight(self, cost: float) -> float:
         return math.exp(-((cost - self._least) / self._spread) / self._temperature)
-
-    def _weight_of(self, cell: Cell, load: RankLoad) -> float:
-        cost = self._pricing.cost(cell, load.active_prefill_tokens, load.standing)
-        return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
         """Return an upper bound of the weights of `cell`'s ranks with a load cost >= `load`."""
@@ -446,16 +402,13 @@ class DrawBounds:
         above /= self._temperature
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
-    def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part to tighten its bounds. The mass of a part is its number of ranks times its
-        bound. `others` is the total mass of the other parts."""
-        if part.ranks.bit_count() <= _FEW_RANKS:
-            return self._one_by_one(part)
-        return self._by_load(part, others * _LEFT)  # stop when this little mass is left
-
     def _one_by_one(self, part: DrawPart) -> list[DrawPart]:
-        cell, loads = part.cell, [self._order.ranks[bit] for bit in bits_of(part.ranks)]
-        return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
+        found: list[DrawPart] = []
+        for bit in bits_of(part.ranks):
+            load = self._order.ranks[bit]
+            cost = self._pricing.cost(part.cell, load.active_prefill_tokens, load.standing)
+            found.append(DrawPart(part.cell, load.mask, self._weight(cost), _DIVIDED))
+        return found
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
         """Split off ranges of loads, or single loads if a load's sort key does not determine the

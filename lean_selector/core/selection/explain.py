@@ -9,13 +9,7 @@ from msgspec import UNSET, UnsetType
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.choice import (
-    Pricing,
-    active_prefix_sets,
-    all_costs,
-    cells,
-    taint_weights,
-)
+from lean_selector.core.selection.choice import Pricing, all_costs, cells
 from lean_selector.core.selection.cost import (
     burden_blocks,
     cached_tokens,
@@ -26,10 +20,17 @@ from lean_selector.core.selection.cost import (
     probabilities,
     taint_factor,
 )
-from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of, match_sets
+from lean_selector.core.selection.overlap import (
+    NOTHING,
+    MatchSets,
+    active_prefix_sets,
+    by_bit,
+    match_of,
+    match_sets,
+)
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
-from lean_selector.core.selection.scheduler import explained_session
+from lean_selector.core.selection.scheduler import explained_session, taint_weights
 from lean_selector.core.selection.shapes import (
     BOTH,
     EXPLANATION,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.selection.choice import taint_weights
+from lean_selector.core.selection.scheduler import taint_weights
 from lean_selector.core.selection.shapes import EXPLANATION
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.operations import lines_run
