@@ -137,7 +137,7 @@ Shape = Callable[[Placement], object]
 
 
 _QUEUED_BYTES: Final = 1024  # memory of a queued request besides its lists
-_MATCH_BYTES: Final = 200  # memory of one rank's match
+_MATCH_BYTES: Final = 800  # memory of one match, and of its set of ranks
 
 
 def _held_by(request: SelectionRequest) -> int:

@@ -157,8 +157,8 @@ class RankLoad:
     """The load of one rank.
 
     Slots changes it; other code only reads it. Exceptions: LoadOrder changes `bucket` and
-    `standing`, the partition changes `came_after`, and `counts` has several writers. Sums have no
-    upper limit; printed sums saturate at 2^64-1 (D6)."""
+    `standing`, and `counts` has several writers. Sums have no upper limit; printed sums saturate at
+    2^64-1 (D6)."""
 
     __slots__ = (
         "active_decode_blocks",
@@ -166,7 +166,6 @@ class RankLoad:
         "bit",
         "block_weights",
         "bucket",
-        "came_after",
         "counts",
         "distinct_blocks",
         "dp_rank",
@@ -192,7 +191,6 @@ class RankLoad:
         # in blocks: decode blocks, plus the weight of the requests
         self.standing = 0.0
         self.counts = RankCounts()
-        self.came_after = 0  # serial of the request that was queued last when the rank was added
 
     @property
     def active_requests(self) -> int:

@@ -8,13 +8,16 @@ from typing import TypeVar
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.shapes import SelectionRequest
 
 MatchSets = list[tuple[Matched, int]]  # (match, the ranks with this match), disjoint
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that hold this many), disjoint
+Groups = list[tuple[float, int]]  # (weight of the ranks, or factor on their cost, ranks), disjoint
 Matches = dict[tuple[int, int], Matched]
 Value = TypeVar("Value")
 Numbers = dict[int, int]  # rank (bit) -> number of the set that contains it
 
+EVERYONE = -1  # as a set: all bits
 NOTHING = Matched(0)
 _LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at this many sets
 
@@ -22,35 +25,46 @@ _LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at thi
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
     """Group the ranks by how many blocks of the prompt they have on each tier."""
     sets, extended = partition.index.match_sets(local_hashes)
-    found: MatchSets = []
-    for blocks, ranks in reversed(sets):
-        found.append((Matched(blocks), ranks))
+    found = _on_device(sets)
+    found.reverse()
     if extended:
         found = [*extended, *found]
     for strays in partition.index.strays.values():
         sets, extended = strays.match_sets(local_hashes)
-        sets += [(match.device, ranks) for match, ranks in extended]
-        found = _raised(found, sets)
+        found = _raised(found, [*_on_device(sets), *extended])
     if partition.predicted is not None:
-        found = _raised(found, partition.predicted.match_sets(local_hashes)[0])
+        found = _raised(found, _on_device(partition.predicted.match_sets(local_hashes)[0]))
     return found
+
+
+def _on_device(sets: RankSets) -> MatchSets:
+    return [(Matched(blocks), ranks) for blocks, ranks in sets]
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
     """Return how many blocks of the prompt each rank has. Includes unregistered workers' ranks."""
-    matches = partition.index.match(local_hashes)
-    for strays in partition.index.strays.values():
-        for key, match in strays.match(local_hashes).items():
-            ours = matches.get(key)
-            matches[key] = match if ours is None else _with_device(ours, match.device)
-    if partition.predicted is not None:
-        for key, predicted in partition.predicted.match(local_hashes).items():
-            matches[key] = _with_device(matches.get(key, NOTHING), predicted.device)
+    matches: Matches = {}
+    keys = partition.index.bits.keys
+    for match, ranks in match_sets(partition, local_hashes):
+        for bit in bits_of(ranks):
+            if (key := keys[bit]) is not None:
+                matches[key] = match
     return matches
 
 
-def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
-    """Add blocks predicted from routed prompts to the matches found from KV events."""
+def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
+    """Return pairs (number of blocks, set of ranks): running requests on these ranks use exactly
+    this many of the prompt's leading blocks. The highest number comes first. Ranks where the number
+    is 0 are in no pair."""
+    prompt, slots = request.prompt, partition.slots
+    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
+        return []
+    return slots.active_prefix_sets(prompt.sequence_hashes())
+
+
+def _raised(found: MatchSets, predicted: MatchSets) -> MatchSets:
+    """Add blocks predicted from routed prompts, or reported by the source of another rank, to the
+    matches found from KV events."""
     if not predicted:
         return found
     raised: MatchSets = []
@@ -60,15 +74,15 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
     numbers = set_numbers(predicted, everyone, len(found))
     for match, ranks in found:
         everyone &= ~ranks
-        for blocks, believed in predicted if numbers is None else met(predicted, numbers, ranks):
+        for more, believed in predicted if numbers is None else met(predicted, numbers, ranks):
             if both := ranks & believed:
                 ranks ^= both
-                raised.append((_with_device(match, blocks), both))
+                raised.append((_with_device(match, more.device), both))
         if ranks:
             raised.append((match, ranks))
-    for blocks, believed in predicted:
+    for more, believed in predicted:
         if rest := believed & everyone:
-            raised.append((Matched(blocks), rest))
+            raised.append((more, rest))
     raised.sort(key=lambda of: of[0].device, reverse=True)
     return raised
 
@@ -81,18 +95,6 @@ def _with_device(match: Matched, blocks: int) -> Matched:
     reach = match.device + match.host
     end = reach + match.disk
     return Matched(blocks, max(0, reach - blocks), max(0, end - max(reach, blocks)))
-
-
-def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
-    """Group the ranks by match (cached blocks per tier), without removed ranks. `serial` may be
-    the number of a queued request. If so, ranks added after this request are omitted too."""
-    sets: dict[Matched, int] = {}
-    ranks = partition.slots.ranks
-    for key, match in matches.items():
-        load = ranks.get(key)
-        if load is not None and (serial is None or load.came_after < serial):
-            sets[match] = sets.get(match, 0) | load.mask
-    return list(sets.items())
 
 
 def match_of(matches: MatchSets, mask: int) -> Matched:

@@ -318,7 +318,7 @@ class Partition:
             if load.bucket is None:
                 self.order.add(load)
                 self.everyone |= load.mask
-                load.came_after = self.queue.serial
+                self.queue.forget_matches(load.mask)
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)
         if self.routed is not None:

@@ -258,7 +258,7 @@ class Queue:
         self._workers: dict[int, SchedulableWorker] = {}
         self._lines: dict[Ties, Line] = {}
         self._make_line = new_line
-        self.serial = 0  # serial of the request that was queued last
+        self._serial = 0  # of the request that was queued last
         self._size = 0
         self.hopeless: set[Line] = set()  # lines whose requests no registered rank can serve
         self._is_moving = False  # while requests are being admitted
@@ -297,9 +297,9 @@ class Queue:
         line = self._lines.get(ties)
         if line is None:
             line = self._lines[ties] = self._new_line(ties)
-        self.serial += 1
+        self._serial += 1
         score = self._score(request.priority_jump, now, uncached_tokens)
-        waiting = Waiting(self, request, now, self.serial, score, line)
+        waiting = Waiting(self, request, now, self._serial, score, line)
         line.insert(waiting)
         self._size += 1
         self.isl_tokens += request.prompt.isl_tokens
@@ -353,6 +353,13 @@ class Queue:
         """Answer a request with `error`, unless it has left the queue."""
         if self.leave(waiting):
             waiting.set_answer(error)
+
+    def forget_matches(self, ranks: int) -> None:
+        """Forget what queued requests have cached on ranks that are now others than before."""
+        for line in self._lines.values():
+            for request in [waiting.request for waiting in line.all()]:
+                matches = [(match, held & ~ranks) for match, held in request.matches]
+                request.matches = [(match, held) for match, held in matches if held]
 
     def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
         """Update which ranks the queued requests may use, because a worker was added (`old` is

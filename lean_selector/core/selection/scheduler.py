@@ -2,10 +2,12 @@
 its session. `choice.py` chooses among the ranks. Spec selection.md 3.1 and 4."""
 
 import math
+from collections.abc import Iterable
 
 from lean_selector.core.errors import NO_ENDPOINTS, AllWorkersBusy, BadRequest, Unavailable
+from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.cost import effective_prefill_tokens
-from lean_selector.core.selection.overlap import NOTHING
+from lean_selector.core.selection.overlap import EVERYONE, NOTHING, Groups, by_bit
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import (
     BOTH,
@@ -69,9 +71,8 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
     """Return the fewest tokens left to prefill on any rank that a queued request may use."""
     terms, isl_tokens = request.terms, request.prompt.isl_tokens
     ranks, least = eligible(partition, request), isl_tokens
-    for key, match in request.matches.items():
-        load = partition.slots.ranks.get(key)
-        if load is not None and load.mask & ranks:
+    for match, holding in request.matches:
+        if holding & ranks:
             size = partition.block_size
             least = min(least, effective_prefill_tokens(terms, isl_tokens, match, size))
     return least
@@ -86,16 +87,56 @@ def least_ttft_s(partition: Partition, request: SelectionRequest) -> tuple[float
     if request.pinned is not None or is_bound or request.disaggregate != NEVER:
         return None
     ranks, least = eligible(partition, request), (math.inf, math.inf)
-    for key, load in partition.slots.ranks.items():
-        if load.mask & ranks:
-            speed = partition.speeds.seconds_per_token(load)
-            if speed is None:
-                return None
-            match = request.matches.get(key, NOTHING)
-            left = effective_prefill_tokens(request.terms, request.prompt.isl_tokens, match, size)
-            behind = (load.active_prefill_tokens + left) * speed
-            least = min(least[0], behind), min(least[1], left * speed)
+    held = by_bit(request.matches, ranks)
+    for bit in bits_of(ranks):
+        load, match = partition.order.ranks[bit], held.get(bit, NOTHING)
+        speed = partition.speeds.seconds_per_token(load)
+        if speed is None:
+            return None
+        left = effective_prefill_tokens(request.terms, request.prompt.isl_tokens, match, size)
+        behind = (load.active_prefill_tokens + left) * speed
+        least = min(least[0], behind), min(least[1], left * speed)
     return least if ranks else None
+
+
+# -- preferences -----------------------------------------------------------------------------------
+
+_MANY_GROUPS = 64  # sets of ranks with different weights of their taints
+
+
+def taint_weights(
+    partition: Partition, preferred: dict[str, float], liked: Iterable[tuple[float, int]] = ()
+) -> Groups:
+    """Group the ranks by the total weight of their worker's preferred taints, and of the sets
+    `liked` that they are in: (weight, ranks)."""
+    groups = [(0.0, EVERYONE)]
+    for name, weight in preferred.items():
+        if len(groups) > _MANY_GROUPS:
+            groups = _weights_by_worker(partition, preferred)
+            break
+        groups = _with_weight(groups, weight, partition.tainted.get(name, 0))
+    for weight, having in liked:
+        groups = _with_weight(groups, weight, having)
+    return groups
+
+
+def _with_weight(groups: Groups, weight: float, having: int) -> Groups:
+    with_it = [(total + weight, both) for total, ranks in groups if (both := ranks & having)]
+    return [(total, rest) for total, ranks in groups if (rest := ranks & ~having)] + with_it
+
+
+def _weights_by_worker(
+    partition: Partition, preferred: dict[str, float]
+) -> list[tuple[float, int]]:
+    """Group the ranks by their taints worker by worker: faster if taints vary much."""
+    positions = {name: position for position, name in enumerate(preferred)}
+    sums: dict[float, int] = {}
+    for worker in partition.workers.values():
+        weight = 0.0
+        for name in sorted([n for n in worker.taints if n in positions], key=positions.__getitem__):
+            weight += preferred[name]
+        sums[weight] = sums.get(weight, 0) | worker.mask
+    return list(sums.items())
 
 
 # -- steering --------------------------------------------------------------------------------------

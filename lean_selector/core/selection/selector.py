@@ -18,7 +18,7 @@ from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.cost import base_terms, terms, under
-from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
+from lean_selector.core.selection.overlap import MatchSets, match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.placement import placed
 from lean_selector.core.selection.queue import CallLater, CallSoon, Line, Queue, QueueRules, Waiting
@@ -272,7 +272,7 @@ class Selector:
         if self._queues.refusal is not None:
             raise self._queues.refusal
         request.prompt.sequence_hashes()  # compute now: a later error would be lost
-        request.matches = match_by_rank(partition, request.prompt.local_hashes)
+        request.matches = match_sets(partition, request.prompt.local_hashes)
         queue, work = partition.queue, 0
         if queue.asks_work:
             waits = request
@@ -310,7 +310,7 @@ class Selector:
         if refresh_s is not None and request.waited_s >= refresh_s:
             matches = match_sets(partition, request.prompt.local_hashes)
         else:
-            matches = as_sets(partition, request.matches, waiting.key[3])
+            matches = request.matches
         if request.disaggregate != NEVER:
             from lean_selector.core.selection.pairs import Pairing
 

@@ -161,7 +161,8 @@ class SelectionRequest(msgspec.Struct, gc=False):
     strict_priority: int = 0
     deadline: float | None = None  # monotonic; after it, the first token is too late
     fairness_id: str = ""  # who shares the queue with others; of use only with fair shares
-    matches: dict[tuple[int, int], Matched] = {}  # stored while the request is queued
+    # Stored while the request is queued: what ranks hold of the prompt, as disjoint sets of ranks.
+    matches: list[tuple[Matched, int]] = []
     waited_s: float = 0.0  # seconds in the queue, set when the request is placed
     adds: int = 0  # parts to add to the placement: EXPLANATION, OUTLOOK, HINT
     target: AffinityTarget | None = None

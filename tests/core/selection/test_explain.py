@@ -14,7 +14,6 @@ from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.explain import explained
-from lean_selector.core.selection.overlap import as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
@@ -87,7 +86,7 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
         ranks = not_busy(partition, request, eligible(partition, request))
     except AllWorkersBusy:
         return
-    sets = as_sets(partition, matches)
+    sets = [(match, partition.slots.ranks[key].mask) for key, match in matches.items()]
     why = explained(partition, request, ranks, sets, now)
 
     assert [(row.worker_id, row.dp_rank) for row in why.ranks] == sorted(partition.slots.ranks)
