@@ -126,8 +126,6 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
     sources: dict[int, Source] = {}
     if not _listens_to(spec, settings):
         return sources
-    is_of_worker = settings.dialect.replays_one_rank_only
-    replay_fault: ValueError | None = None
     ranks: Iterable[int] = sorted(spec.kv_events_endpoints) or spec.ranks
     for dp_rank in ranks:
         endpoint = spec.kv_events_endpoint_of(dp_rank)
@@ -140,15 +138,11 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
         try:
             source = Source(endpoint, _replay_endpoint_of(spec, dp_rank))
         except ValueError as error:
-            if not is_of_worker:
-                raise ValueError(f"invalid replay endpoint for {where}: {error}") from None
-            where = f"worker {spec.worker_id}"
-            replay_fault = ValueError(f"invalid replay endpoint for {where}: {error}")
-            continue
+            if settings.dialect.replays_one_rank_only:
+                where = f"worker {spec.worker_id}"
+            raise ValueError(f"invalid replay endpoint for {where}: {error}") from None
         if dp_rank in spec.ranks:
             sources[dp_rank] = source
-    if replay_fault is not None:
-        raise replay_fault
     return sources
 
 

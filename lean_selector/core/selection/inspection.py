@@ -40,15 +40,8 @@ def loads(
             partition.model_name,
             partition.tenant_id,
             [
-                _detailed(partition, load)
-                if detail
-                else RankLoadRow(
-                    *rank,
-                    min(load.active_prefill_tokens, U64_MAX),
-                    load.active_decode_blocks,
-                    load.active_requests,
-                )
-                for rank, load in sorted(partition.slots.ranks.items(), key=_by_rank)
+                _load_row(partition, load, detail)
+                for _, load in sorted(partition.slots.ranks.items())
             ],
             len(partition.queue),
             min(partition.queue.isl_tokens, U64_MAX),
@@ -91,9 +84,9 @@ def saturation(partition: Partition, target_ttft_s: float = math.inf, role: str 
     return total / ranks
 
 
-def _detailed(partition: Partition, load: RankLoad) -> RankLoadRow:
-    seconds = partition.speeds.seconds_per_token(load)
-    error = load.counts.prediction_error
+def _load_row(partition: Partition, load: RankLoad, detail: bool) -> RankLoadRow:
+    seconds = partition.speeds.seconds_per_token(load) if detail else None
+    error = load.counts.prediction_error if detail else None
     return RankLoadRow(
         *load.key,
         min(load.active_prefill_tokens, U64_MAX),
@@ -127,7 +120,7 @@ def potential_loads(
     slots = partition.slots
     prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
     rows = []
-    for rank, load in sorted(slots.ranks.items(), key=_by_rank):
+    for rank, load in sorted(slots.ranks.items()):
         tokens = load.active_prefill_tokens
         if terms.track_prefill and not load.mask & spared:
             match = matches.get(rank)
@@ -166,7 +159,3 @@ def overlap_scores(partition: Partition, local_hashes: bytes, terms: CostTerms) 
             )
         )
     return OverlapScores(partition.block_size, len(local_hashes) // 8, rows)
-
-
-def _by_rank(item: tuple[tuple[int, int], object]) -> tuple[int, int]:
-    return item[0]

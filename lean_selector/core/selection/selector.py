@@ -37,7 +37,6 @@ from lean_selector.core.selection.shapes import (
     AUTO,
     NEVER,
     CachedSelection,
-    Decision,
     Disaggregate,
     PartitionKey,
     Placement,
@@ -360,10 +359,8 @@ class Selector:
         """Book a choice if `request.books`, and count it. Return its answer. Raises Conflict or
         BadRequest, with nothing changed."""
         prompt, (load, placement, ranks) = request.prompt, choice
-        decision: Decision | None = None
-        watch = self.watch
-        if watch is not None:
-            decision = watch.sample(partition, request, ranks, matches, load, placement, now)
+        if self.watch is not None:
+            self.watch.sample(partition, request, ranks, matches, load, placement, now)
         if request.books:
             decisions = self.reservations.decisions
             if decisions is not None:
@@ -385,8 +382,6 @@ class Selector:
                 raise self.reservations.not_booked(error, request.reservation_id) from None
             if terms.eviction:
                 partition.fullness.booked(load, ranks, left, request.role)
-        if watch is not None and decision is not None:
-            watch.add(decision)
         counts, isl_tokens = load.counts, prompt.isl_tokens
         counts.selections += 1
         if not request.after_prefill:

@@ -45,18 +45,18 @@ class ChoiceWatch:
         load: RankLoad,
         placement: Placement,
         now: float,
-    ) -> Decision | None:
-        """Count a choice, before it is booked. Return its explanation, or None if not sampled."""
+    ) -> None:
+        """Count a choice, before it is booked, and keep its explanation if it is time."""
         self.seen += 1
         if not request.after_prefill:  # else its prefill counted it
             self._count(partition, request.prompt.local_hashes)
         if now < self._next_at:
-            return None
+            return
         self._next_at = now + EVERY_S
         why = explained(partition, request, ranks, matches, now, shown=load.mask, best=BEST)
         size = partition.block_size
         rows = sorted(why.ranks, key=_cost)
-        return Decision(
+        decision = Decision(
             now,
             self.seen,
             partition.model_name,
@@ -71,8 +71,6 @@ class ChoiceWatch:
             ranks.bit_count(),
             [Candidate(cost_shares(request.terms, row, size), row) for row in rows],
         )
-
-    def add(self, decision: Decision) -> None:
         self.kept.append(decision)
 
     def _count(self, partition: Partition, local_hashes: bytes) -> None:
