@@ -82,9 +82,9 @@ class Selector:
         self.ledgers = Ledgers(settings.reservation_expiry_s)  # set `events` before any worker
         self.sessions: SessionTables | None = None  # sessions are off
         if settings.sessions is not None:
-            from lean_selector.core.sessions.table import SessionTables
+            from lean_selector.core.sessions import table
 
-            self.sessions = SessionTables(settings.sessions)
+            self.sessions = table.SessionTables(settings.sessions)
         self._rng = rng
         self._new_index = new_index
         self.limits = BusyThresholds(thresholds)
