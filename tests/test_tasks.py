@@ -40,7 +40,6 @@ ALLOWED = {
     ("client/drivers.py", "Driver._spawn", "create_task"),
     # its caller waits for it, and is raised what it raised
     ("client/sync_router.py", "LoopThread.run", "run_coroutine_threadsafe"),
-    ("client/sync_router.py", "SyncKvRouter.__init__", "to_thread"),  # awaited by the router
     # it runs a loop, which tells its errors
     ("client/sync_router.py", "LoopThread._running", "Thread"),
     # close() raises what it raised; of a client that is dropped there is nobody to tell

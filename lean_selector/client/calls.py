@@ -3,6 +3,7 @@
 Sections 1.3 and 1.5 of docs/spec/selection.md describe the requests and responses. Only the
 response fields that the clients use are parsed."""
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
@@ -13,6 +14,7 @@ from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_
 from lean_selector.core.selection.shapes import Disaggregated, Overlap, PrefillPlacement
 
 T = TypeVar("T")
+Fields = Mapping[str, object]
 
 
 def _bare(value: object) -> int:
@@ -29,35 +31,33 @@ _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
 class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request to the service. `waits`: the response may be delayed until a worker is free.
 
-    `fields`: the body as a dict, in which lists of hashes are packed bytes. `has_prompt`: the body
-    has a prompt, so it may be sent as MessagePack. `content`: a body that is already encoded."""
+    `body`: encoded JSON, or a dict, in which lists of hashes are packed bytes. `has_prompt`: the
+    body is a dict with a prompt, so it may be sent as MessagePack."""
 
     method: str
     path: str
     read: Callable[[bytes], T]
-    fields: Mapping[str, object] | None = None
+    body: bytes | Fields | None = None
     waits: bool = False
     has_prompt: bool = False
-    content: bytes | None = None
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
         """Return the body as JSON, with hashes as signed integers. Return None without a body."""
-        if self.content is not None:
-            return self.content
-        if self.fields is None:
-            return None
+        if self.body is None or isinstance(self.body, bytes):
+            return self.body
         return _encode_json(
             {
-                name: unpack_signed(value) if isinstance(value, bytes) else value
-                for name, value in self.fields.items()
+                name: struct.unpack(f"<{len(value) // 8}q", value)
+                if isinstance(value, bytes)
+                else value
+                for name, value in self.body.items()
             }
         )
 
     def msgpack(self) -> bytes:
         """Return the body as MessagePack, which only this project's service accepts."""
-        assert self.has_prompt
-        return _encode_msgpack(self.fields)
+        return _encode_msgpack(self.body)
 
 
 class Selected(msgspec.Struct, frozen=True):
@@ -97,16 +97,6 @@ class Scope(msgspec.Struct, frozen=True):
     is_eagle: bool = False
 
 
-def nothing(_: bytes) -> None:
-    """Ignores the body of a response that only reports success."""
-
-
-def post_prompt(
-    path: str, fields: Mapping[str, object], read: Callable[[bytes], T], *, waits: bool = False
-) -> Call[T]:
-    return Call("POST", path, read, fields, waits, has_prompt=True)
-
-
 def prompt_fields(
     token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
 ) -> dict[str, object]:
@@ -116,10 +106,8 @@ def prompt_fields(
     Raises ValueError for token ids beyond 32 bits."""
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
     if scope.block_size is None:
-        named = {"lora_name": lora_name, "cache_salt": cache_salt}
-        fields["token_ids"] = list(token_ids)
-        fields.update((name, value) for name, value in named.items() if value is not None)
-        return fields
+        named = _without_none(lora_name=lora_name, cache_salt=cache_salt)
+        return {**fields, "token_ids": list(token_ids), **named}
     seed = hash_seed(lora_name, cache_salt)
     local = local_hashes(token_ids, scope.block_size, seed, is_eagle=scope.is_eagle)
     fields["block_hashes"] = local
@@ -136,38 +124,39 @@ _read_rows = msgspec.json.Decoder(list[dict[str, int]]).decode
 _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def select(fields: Mapping[str, object]) -> Call[Selected]:
+def _nothing(_: bytes) -> None:
+    """Ignores the body of a response that only reports success."""
+
+
+def select(fields: Fields) -> Call[Selected]:
     """Return the call that chooses a rank without reserving the rank."""
-    return post_prompt("/select", fields, _read_selected, waits=True)
+    return Call("POST", "/select", _read_selected, fields, waits=True, has_prompt=True)
 
 
-def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Call[Selected]:
+def select_and_reserve(reservation_id: str, fields: Fields) -> Call[Selected]:
     # 1.6 reads the reservation's id from the second name, and ignores the first; 1.3 echoes the
     # second.
     body = {**fields, "reservation_id": reservation_id, "selection_id": reservation_id}
-    return post_prompt("/select_and_reserve", body, _read_selected, waits=True)
+    return Call("POST", "/select_and_reserve", _read_selected, body, waits=True, has_prompt=True)
 
 
-def route(reservation_id: str, path: str, body: bytes | Mapping[str, object]) -> Call[Selected]:
-    content = body if isinstance(body, bytes) else _encode_json(body)
+def route(reservation_id: str, path: str, body: bytes | Fields) -> Call[Selected]:
+    text = body if isinstance(body, bytes) else _encode_json(body)
     headers = {"accept": "application/json", "x-reservation-id": reservation_id}
-    path = "/route" + quote(path)
-    return Call("POST", path, _read_selected, waits=True, content=content, headers=headers)
+    return Call("POST", "/route" + quote(path), _read_selected, text, waits=True, headers=headers)
 
 
-def workers(model_name: str | None, tenant_id: str) -> Call[list[Worker]]:
-    query = {"tenant_id": tenant_id}
-    if model_name is not None:
-        query["model_name"] = model_name
-    return Call("GET", "/workers?" + urlencode(query), _read_workers)
+def workers(tenant_id: str, model_name: str | None = None) -> Call[list[Worker]]:
+    query = urlencode(_without_none(tenant_id=tenant_id, model_name=model_name))
+    return Call("GET", "/workers?" + query, _read_workers)
 
 
-def potential_loads(fields: Mapping[str, object]) -> Call[list[dict[str, int]]]:
-    return post_prompt("/potential_loads", fields, _read_rows)
+def potential_loads(fields: Fields) -> Call[list[dict[str, int]]]:
+    return Call("POST", "/potential_loads", _read_rows, fields, has_prompt=True)
 
 
-def overlap_scores(fields: Mapping[str, object]) -> Call[dict[str, Any]]:
-    return post_prompt("/overlap_scores", fields, _read_object)
+def overlap_scores(fields: Fields) -> Call[dict[str, Any]]:
+    return Call("POST", "/overlap_scores", _read_object, fields, has_prompt=True)
 
 
 def dump() -> Call[dict[str, Any]]:
@@ -175,38 +164,21 @@ def dump() -> Call[dict[str, Any]]:
 
 
 def prefill_complete(reservation_id: str) -> Call[None]:
-    return Call("POST", f"{_reservation(reservation_id)}/prefill_complete", nothing)
+    return Call("POST", f"{_reservation(reservation_id)}/prefill_complete", _nothing)
 
 
 def output_block(reservation_id: str, decay_fraction: float | None = None) -> Call[None]:
-    body = {} if decay_fraction is None else {"decay_fraction": decay_fraction}
-    return Call("POST", f"{_reservation(reservation_id)}/output_block", nothing, body)
+    body = _without_none(decay_fraction=decay_fraction)
+    return Call("POST", f"{_reservation(reservation_id)}/output_block", _nothing, body)
 
 
-def free(
-    reservation_id: str,
-    outcome: str | None = None,
-    cached_tokens: int | None = None,
-    prefill_outcome: str | None = None,
-) -> Call[None]:
-    """Return the call that frees a reservation and, if given, reports the request's outcome."""
-    fields = _without_none(
-        outcome=outcome, cached_tokens=cached_tokens, prefill_outcome=prefill_outcome
-    )
-    return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
+def free(reservation_id: str, **reported: object) -> Call[None]:
+    """Return the call that frees a reservation. `reported`, without None: the request's outcome."""
+    return Call("DELETE", _reservation(reservation_id), _nothing, _without_none(**reported) or None)
 
 
-def report(
-    worker_id: int,
-    outcome: str,
-    dp_rank: int | None = None,
-    ttft_ms: float | None = None,
-    cached_tokens: int | None = None,
-) -> Call[None]:
-    fields = _without_none(
-        outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens
-    )
-    return Call("POST", f"/workers/{worker_id}/report", nothing, fields)
+def report(worker_id: int, **reported: object) -> Call[None]:
+    return Call("POST", f"/workers/{worker_id}/report", _nothing, _without_none(**reported))
 
 
 def _without_none(**fields: object) -> dict[str, object]:

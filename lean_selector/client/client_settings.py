@@ -1,76 +1,12 @@
-"""Settings of the Python client: access to the service, timeouts, backoff, routing options."""
+"""Settings of the Python client: timeouts, backoff, routing options."""
 
 import random
-import ssl
-from collections.abc import Callable, Mapping
-from os import PathLike, fspath
-from typing import NoReturn
+from collections.abc import Mapping
 
 import msgspec
 
 from lean_selector.core.numbers import number, optional, switch
 from lean_selector.core.selection.router_settings import RouterOverride
-
-Verify = bool | str | PathLike[str] | ssl.SSLContext
-Cert = str | PathLike[str] | tuple[str | PathLike[str], str | PathLike[str]]
-Token = str | Callable[[], str]
-
-
-class Access:
-    """TLS and the bearer token for requests to the service. Requests to workers use neither."""
-
-    def __init__(
-        self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
-    ) -> None:
-        """The arguments are those of KvRouter. Raises ValueError for a token that is not printable
-        ASCII without blanks."""
-        self.verify = verify
-        self.cert = cert
-        self._token = token
-        if isinstance(token, str):
-            _checked(token)
-
-    def context(self) -> ssl.SSLContext:
-        """Return the TLS context. Raises OSError for unusable certificate or key files."""
-        if isinstance(self.verify, ssl.SSLContext):
-            context = self.verify
-        else:
-            ca_file = None if isinstance(self.verify, bool) else fspath(self.verify)
-            context = ssl.create_default_context(cafile=ca_file)
-            if self.verify is False:
-                context.check_hostname = False
-                context.verify_mode = ssl.CERT_NONE
-        if self.cert is not None:
-            cert_file, key_file = self.cert if isinstance(self.cert, tuple) else (self.cert, None)
-            try:
-                context.load_cert_chain(cert_file, key_file, _no_passphrase)
-            except _Locked:
-                locked = fspath(key_file or cert_file)
-                raise OSError(f"{locked}: a key with a passphrase is not supported") from None
-        return context
-
-    def headers(self) -> dict[str, str]:
-        """Return the authorization header, if any. Raises ValueError for an invalid token."""
-        token = self._token
-        if token is None:
-            return {}
-        text = token if isinstance(token, str) else _checked(token())
-        return {"authorization": f"Bearer {text}"}
-
-
-class _Locked(Exception):
-    """A private key needs a passphrase."""
-
-
-def _no_passphrase() -> NoReturn:
-    """Raises an error, because OpenSSL would otherwise ask for a passphrase on the terminal."""
-    raise _Locked
-
-
-def _checked(token: str) -> str:
-    if not token or not all("!" <= letter <= "~" for letter in token):
-        raise ValueError("a token is printable ASCII without blanks")
-    return token
 
 
 class Backoff(msgspec.Struct, frozen=True):
@@ -83,15 +19,13 @@ class Backoff(msgspec.Struct, frozen=True):
     first_s: float = 0.25
     longest_s: float = 60.0
 
-    def wait_s(
-        self, attempt: int, rng: random.Random, retry_after_s: float | None = None
-    ) -> float | None:
+    def wait_s(self, attempt: int, retry_after_s: float | None = None) -> float | None:
         """Return the seconds to wait before retry number `attempt` (from 0); None: do not retry.
 
         A longer `retry_after_s` (which the service sent) takes precedence, up to longest_s."""
         if attempt >= self.max_retries:
             return None
-        wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)
+        wait = self.first_s * 2.0**attempt + random.uniform(0.0, self.first_s)
         return min(self.longest_s, max(wait, retry_after_s or 0.0))
 
 
@@ -160,9 +94,10 @@ class KvRouterConfig:
         without_effect: settings of Dynamo that are accepted and ignored. Raises TypeError for
         unknown names and for wrong types, ValueError for a value out of range.
         """
-        for name in without_effect:
-            if name not in WITHOUT_EFFECT:
-                raise TypeError(f"KvRouterConfig has no setting {name!r}")
+        if unknown := without_effect.keys() - WITHOUT_EFFECT:
+            raise TypeError(f"KvRouterConfig has no setting {min(unknown)!r}")
+        tracks = optional(switch, "router_track_output_blocks", router_track_output_blocks)
+        self.track_output_blocks = tracks is not False
         numbers = {
             "overlap_score_weight": overlap_score_weight,
             "overlap_score_credit": overlap_score_credit,
@@ -177,8 +112,6 @@ class KvRouterConfig:
         settings = {name: optional(number, name, value) for name, value in numbers.items()}
         for name, value in switches.items():
             settings[name] = optional(switch, f"router_{name}", value)
-        tracks = optional(switch, "router_track_output_blocks", router_track_output_blocks)
-        self.track_output_blocks = tracks is not False
         self._override = {name: value for name, value in settings.items() if value is not None}
         try:
             RouterOverride(**self._override)  # type: ignore[arg-type]  # checked above

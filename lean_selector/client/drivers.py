@@ -1,32 +1,28 @@
 """Sends a router's requests, and makes sure that every reservation is eventually freed.
 
 A driver owns the connections and the reservations of one router. In background tasks, the driver
-reports the progress of requests to the service, and frees reservations."""
+reports the progress of requests to the service, and frees reservations. Reports are sent one at a
+time, in order. A report that the service has not confirmed is sent again."""
 
 import asyncio
 import contextlib
-import random
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import cached_property
+from functools import partial
 from typing import Any, TypeVar
 
-import httpx
-
+from lean_selector.client import calls
 from lean_selector.client.calls import Call
-from lean_selector.client.client_settings import Access, Timeouts
-from lean_selector.client.errors import ClientClosed, ClientError, OtherEventLoop, ServiceRefused
-from lean_selector.client.reservation import Reservation, release, report
-from lean_selector.client.transport import (
-    MAX_ERROR_BYTES,
-    OPEN_ERRORS,
-    WORKER_LIMITS,
-    Opened,
-    OpenStream,
-    ServiceConnection,
-    not_opened,
-    stream_request,
-    worker_refused,
+from lean_selector.client.client_settings import Backoff, Timeouts
+from lean_selector.client.errors import (
+    ClientClosed,
+    ClientError,
+    NotFound,
+    OtherEventLoop,
+    ServiceRefused,
+    ServiceUnreachable,
 )
+from lean_selector.client.transport import Opened, OpenStream, ServiceConnection, WorkerConnections
 
 T = TypeVar("T")
 
@@ -38,36 +34,93 @@ CLOSE_WAIT_S = 10.0  # longer than all attempts of one release
 # If a call that reserves is cancelled, wait this long for its response, so that it can be freed;
 # then close the connection, which removes the request from the queue.
 RESERVE_GRACE_S = 0.5
+# If a free finds no reservation, the call that makes it may still arrive for this long.
+AMBIGUOUS_S = 0.5
+# Tries of a free, over some six seconds; after that the service expires the reservation.
+RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
+REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
+
+
+class Reservation:
+    """A client's record of one reservation. Its id is random, unless the user gives an id."""
+
+    def __init__(
+        self,
+        isl_tokens: int,
+        *,
+        reservation_id: str | None = None,
+        expected_output_tokens: int | None = None,
+    ) -> None:
+        self.id = str(uuid.uuid4()) if reservation_id is None else reservation_id
+        self.call: asyncio.Task[Any] | None = None  # makes it; None: it is made
+        self.opened: Opened | None = None  # the worker's response, which ends with it
+        self.ambiguous = False  # the service may make it after it was freed
+        self.ended = False  # no further reports
+        self.is_reporting = False
+        self.outcome: str | None = None  # of its worker: refused, failed, ok; None: unknown
+        self.cached_tokens: int | None = None  # of the prompt, as reported by the engine
+        self.prefill_outcome: str | None = None  # of the other worker of a pair
+        self.block_size: int | None = None  # None: full output blocks are not reported
+        self._isl_tokens = isl_tokens
+        self._expected_output_tokens = expected_output_tokens
+        self._output_tokens = 0
+        self._has_output = False
+        self._told_prefill = False
+        self._told_blocks = 0  # output blocks reported
+
+    def output(self, tokens: int) -> None:
+        """Records that the prefill is complete, and that `tokens` output tokens exist so far."""
+        self._has_output = True
+        self._output_tokens = max(tokens, self._output_tokens)
+
+    def next_report(self) -> Call[None] | None:
+        """Return the next progress report to send, or None if there is nothing to report."""
+        if self.ended or not self._has_output:
+            return None
+        if not self._told_prefill:
+            return calls.prefill_complete(self.id)
+        size = self.block_size
+        if size is None:
+            return None
+        # A block is full when prompt and output together reach its end, because the prompt's hashes
+        # cover only its full blocks.
+        filled = (self._isl_tokens + self._output_tokens) // size - self._isl_tokens // size
+        if self._told_blocks >= filled:
+            return None
+        decay_fraction = None
+        if self._expected_output_tokens is not None:  # what share of it is left after this block
+            done = (self._told_blocks + 1) * size
+            decay_fraction = max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
+        return calls.output_block(self.id, decay_fraction)
+
+    def reported(self) -> None:
+        """Records that the service has received the report which next_report() returned."""
+        if self._told_prefill:
+            self._told_blocks += 1
+        else:
+            self._told_prefill = True
+
+    def freeing(self) -> Call[None]:
+        """Return the call that frees the reservation and reports the request's outcome."""
+        return calls.free(
+            self.id,
+            outcome=self.outcome,
+            cached_tokens=self.cached_tokens,
+            prefill_outcome=self.prefill_outcome,
+        )
 
 
 class Driver:
     """Sends one router's requests. Not thread-safe: all calls must come from one event loop."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        timeouts: Timeouts,
-        sleep: Callable[[float], Awaitable[object]] | None,
-        access: Access | None = None,
-    ) -> None:
-        self._endpoint = endpoint
-        self._timeouts = timeouts
+    def __init__(self, service: ServiceConnection, timeouts: Timeouts) -> None:
+        self._service = service
+        self._workers = WorkerConnections(timeouts)
         self._is_closing = False
-        self.pause = asyncio.sleep if sleep is None else sleep
-        self._rng = random.Random()
-        self._service = ServiceConnection(endpoint, timeouts, access)
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that first used it
-        # Reservations of streams and placements, with the worker's response.
-        self._held: dict[Reservation, Opened | None] = {}
-        self._reserving: dict[Reservation, asyncio.Task[Any]] = {}  # in flight
-        self._reporting: set[Reservation] = set()
+        self._live: set[Reservation] = set()  # those of streams and placements, or in flight
         self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
         self._tasks: set[asyncio.Task[None]] = set()  # one report and one release per reservation
-
-    @cached_property
-    def _workers(self) -> httpx.AsyncClient:
-        transport = httpx.AsyncHTTPTransport(limits=WORKER_LIMITS)
-        return httpx.AsyncClient(transport=transport, trust_env=False)
 
     # -- exchanges ---------------------------------------------------------------------------------
 
@@ -76,8 +129,30 @@ class Driver:
         self._check_loop()
         return await self._service.exchange(call)
 
+    async def pause(self, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+
+    async def retried(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        backoff: Backoff,
+        is_temporary: Callable[[ClientError], bool],
+    ) -> T:
+        """Runs `attempt`, and repeats it as `backoff` says while its errors are temporary."""
+        tries = 0
+        while True:
+            try:
+                return await attempt()
+            except ClientError as error:
+                asked_s = error.retry_after_s if isinstance(error, ServiceRefused) else None
+                wait_s = backoff.wait_s(tries, asked_s) if is_temporary(error) else None
+                if wait_s is None:
+                    raise
+            await self.pause(wait_s)
+            tries += 1
+
     def closed(self) -> ClientClosed:
-        return ClientClosed(f"{self._endpoint}: the client is closed")
+        return ClientClosed(self._service.endpoint)
 
     def _check_open(self) -> None:
         if self._is_closing:
@@ -90,86 +165,73 @@ class Driver:
         elif self._loop is not loop:
             raise OtherEventLoop
 
-    async def book(self, call: Call[T], reservation: Reservation) -> T:
-        """Sends a request that makes a reservation. If the calling task is cancelled, the request
-        continues, so that the reservation can be freed.
-
-        Raises ClientClosed if close() is called before or during this call. If the service makes
-        the reservation nevertheless, the driver frees it."""
-        self._check_loop()
-        while (earlier := self._releasing.get(reservation.id)) is not None:
-            await asyncio.wait({earlier})  # otherwise it could free this new reservation
-        self._check_open()
-        task = asyncio.create_task(self._service.exchange(call))
-        self._reserving[reservation] = task
-        try:
-            outcome = await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if reservation.ended and not _is_cancelled():
-                raise self.closed() from None  # close() cancelled the call
-            raise  # the release will find out the outcome
-        except BaseException:
-            self._reserving.pop(reservation, None)
-            raise
-        if reservation.ended:
-            raise self.closed()
-        del self._reserving[reservation]
-        self._held[reservation] = None
-        return outcome
-
     async def open(self, step: OpenStream) -> Opened:
         """Sends a request to a worker. Return its open response, or raise a ClientError."""
         self._check_open()
         try:
-            response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
-        except OPEN_ERRORS as error:
+            opened = await self._workers.open(step)
+        except ClientError:
             self._check_open()
-            raise not_opened(step, error) from error
+            raise
         if self._is_closing:
-            await response.aclose()
+            await opened.close()
             raise self.closed()
-        if response.status_code == 200:
-            return Opened(step, response)
-        body = b""
-        try:
-            async for piece in response.aiter_raw():
-                body += piece
-                if len(body) > MAX_ERROR_BYTES:
-                    break
-        except httpx.HTTPError:
-            pass  # the body is optional: the status is enough
-        finally:
-            await response.aclose()
-        raise worker_refused(step, response.status_code, body)
+        return opened
 
     # -- reservations ------------------------------------------------------------------------------
 
-    def hold(self, reservation: Reservation, opened: Opened) -> None:
-        """Records the worker's open response for a reservation. release() will close it."""
-        self._held[reservation] = opened
+    async def book(self, call: Call[T], reservation: Reservation) -> T:
+        """Sends a request that makes a reservation. If this raises, no reservation exists, or it
+        will be freed: also if the calling task is cancelled, or close() is called meanwhile."""
+        self._check_loop()
+        while (earlier := self._releasing.get(reservation.id)) is not None:
+            await asyncio.wait({earlier})  # otherwise it could free this new reservation
+        self._check_open()
+        reservation.call = task = asyncio.create_task(self._service.exchange(call))
+        self._live.add(reservation)
+        try:
+            await asyncio.wait({task})  # if this task is cancelled, the request continues
+            if reservation.ended:
+                raise self.closed()
+            answer = task.result()
+        except asyncio.CancelledError:
+            self.release(reservation)
+            raise
+        except ServiceUnreachable:
+            await self.release_now(reservation)  # a retry may use the same id
+            raise
+        except BaseException:
+            self._live.discard(reservation)
+            raise
+        reservation.call = None
+        return answer
 
     def hand_over(self, reservation: Reservation) -> None:
         """Leaves this reservation to the user: the driver will not free it."""
-        self._held.pop(reservation, None)
+        self._live.discard(reservation)
 
     def report(self, reservation: Reservation) -> None:
         """Starts a background task that reports the request's progress to the service."""
-        if reservation not in self._reporting and reservation.next_report() is not None:
-            self._reporting.add(reservation)
+        if not reservation.is_reporting and reservation.next_report() is not None:
+            reservation.is_reporting = True
             self._spawn(self._reported(reservation))
 
     async def _reported(self, reservation: Reservation) -> None:
+        """Sends all reports that are due. The next call repeats a report that failed."""
         try:
-            await report(reservation, self.ask, self.pause, self._rng)
+            with contextlib.suppress(ClientError):  # if it has expired, the free will show
+                while (call := reservation.next_report()) is not None:
+                    await self.retried(partial(self.ask, call), REPORT, _is_unreachable)
+                    reservation.reported()
         finally:
-            self._reporting.discard(reservation)
+            reservation.is_reporting = False
 
     def release(self, reservation: Reservation) -> None:
         """In the background, closes the worker's response and frees the reservation. Idempotent."""
         if not reservation.ended:
             reservation.ended = True
-            opened = self._held.pop(reservation, None)
-            self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
+            self._live.discard(reservation)
+            self._releasing[reservation.id] = self._spawn(self._released(reservation))
 
     def release_from_anywhere(self, reservation: Reservation) -> None:
         """Schedules the release of a reservation. Any thread may call this, also in a finaliser."""
@@ -183,13 +245,12 @@ class Driver:
         if (task := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # does not cancel it
 
-    async def _released(self, reservation: Reservation, opened: Opened | None) -> None:
+    async def _released(self, reservation: Reservation) -> None:
         try:
-            if opened is not None:
-                await opened.close()
-            call = self._reserving.pop(reservation, None)
-            if call is None or await self._may_exist(reservation, call):
-                await release(reservation, self.ask, self.pause, self._rng)
+            if reservation.opened is not None:
+                await reservation.opened.close()
+            if reservation.call is None or await self._may_exist(reservation, reservation.call):
+                await self._freed(reservation)
         except asyncio.CancelledError:
             # Only the end of the loop, or aclose() at its time limit, cancels this task.
             with contextlib.suppress(ClientError, TimeoutError):
@@ -210,8 +271,26 @@ class Driver:
         if call.cancelled():
             return True
         error = call.exception()
-        reservation.ambiguous = error is not None
-        return not isinstance(error, ServiceRefused)
+        if isinstance(error, ServiceUnreachable):
+            reservation.ambiguous = True
+            return not error.never_sent
+        return error is None
+
+    async def _freed(self, reservation: Reservation) -> None:
+        """Frees a reservation, with retries."""
+
+        async def attempt() -> None:
+            try:
+                await self.ask(reservation.freeing())
+            except NotFound:
+                if not reservation.ambiguous:
+                    return
+                reservation.ambiguous = False
+                await self.pause(AMBIGUOUS_S)
+                await attempt()
+
+        with contextlib.suppress(ClientError):
+            await self.retried(attempt, RELEASE, _is_service_error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -223,18 +302,20 @@ class Driver:
         """Frees all reservations, also those that are being made, then closes all connections."""
         self._check_loop()
         self._is_closing = True
-        for reservation in [*self._held, *self._reserving]:
+        for reservation in list(self._live):
             self.release(reservation)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=CLOSE_WAIT_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        if "_workers" in vars(self):
-            await self._workers.aclose()
+        await self._workers.close()
         await self._service.close()
 
 
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+def _is_unreachable(error: ClientError) -> bool:
+    return isinstance(error, ServiceUnreachable)
+
+
+def _is_service_error(error: ClientError) -> bool:
+    return isinstance(error, ServiceUnreachable | ServiceRefused)

@@ -23,11 +23,11 @@ from collections.abc import Iterable
 
 
 class ClientError(Exception):
-    """Base class of the client's errors. It is never raised itself."""
+    pass
 
 
 class ServiceUnreachable(ClientError):
-    """The service did not respond. `never_sent`: True if the request was certainly not sent."""
+    """`never_sent`: True if the request was certainly not sent."""
 
     def __init__(self, where: str, reason: str, *, never_sent: bool = False) -> None:
         super().__init__(f"{where}: {reason}")
@@ -35,7 +35,7 @@ class ServiceUnreachable(ClientError):
 
 
 class ServiceRefused(ClientError):
-    """The service answered with an error. `retry_after_s`: the header retry-after, in seconds."""
+    """`retry_after_s`: the header retry-after of the answer, in seconds."""
 
     def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {error}")
@@ -74,8 +74,6 @@ def service_refusal(status: int, error: str, retry_after_s: float | None = None)
 
 
 class WorkerError(ClientError):
-    """The request to the chosen worker failed."""
-
     def __init__(self, worker_id: int, endpoint: str, reason: str) -> None:
         super().__init__(f"worker {worker_id} at {endpoint}: {reason}")
         self.worker_id = worker_id
@@ -83,8 +81,7 @@ class WorkerError(ClientError):
 
 
 class WorkerUnreachable(WorkerError):
-    """There was no connection to the worker, or the connection ended before an answer.
-    `never_connected`: True if the request was certainly not sent."""
+    """`never_connected`: True if the request was certainly not sent."""
 
     def __init__(
         self, worker_id: int, endpoint: str, reason: str, *, never_connected: bool = False
@@ -105,7 +102,8 @@ class WorkerStreamBroken(WorkerError):
 
 
 class ClientClosed(ClientError):
-    pass
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(f"{endpoint}: the client is closed")
 
 
 class OtherEventLoop(ClientError):

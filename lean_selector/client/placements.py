@@ -6,12 +6,24 @@ from typing import Literal, Self
 from lean_selector.client import calls
 from lean_selector.client.calls import Selected
 from lean_selector.client.completions import Chunk, CompletionStream, MalformedStream
-from lean_selector.client.drivers import Driver
+from lean_selector.client.drivers import Driver, Reservation
 from lean_selector.client.errors import WorkerStreamBroken
-from lean_selector.client.reservation import Reservation
-from lean_selector.client.transport import AsyncClosing, Opened
+from lean_selector.client.transport import Opened
 
 Outcome = Literal["refused", "failed", "ok"]
+
+
+class AsyncClosing:
+    """Base class that adds `async with`, which calls aclose() at its end."""
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 class Placed:
@@ -75,11 +87,10 @@ class TokenStream(Placed, AsyncClosing):
     ) -> None:
         super().__init__(selected, reservation)
         self._driver = driver
-        self._opened = opened
+        self._opened = reservation.opened = opened
         self._completion = CompletionStream()
         self._ready: deque[Chunk] = deque()  # the chunks of one read
         self._failure: WorkerStreamBroken | None = None  # to be raised after those chunks
-        driver.hold(reservation, opened)
 
     def __aiter__(self) -> Self:
         return self
@@ -129,13 +140,9 @@ class TokenStream(Placed, AsyncClosing):
         """Return the next chunk that was received but not read, or None."""
         return self._ready.popleft() if self._ready else None
 
-    def forget(self) -> None:
-        """Drops the chunks that were received but not read."""
-        self._ready.clear()
-
     async def aclose(self) -> None:
         """Stops the generation, and frees the reservation."""
-        self.forget()
+        self._ready.clear()
         await self._driver.release_now(self._reservation)
 
     def __del__(self) -> None:

@@ -4,33 +4,22 @@ The API is specified in Dynamo's document "Using KvPushRouter Python API". KvPus
 document is KvRouter here. It decides what is sent to the service and to workers, and when to retry;
 a `Driver` sends the requests."""
 
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import msgspec
 
 from lean_selector.client import calls
-from lean_selector.client.calls import Call, Scope, Selected, prompt_fields
-from lean_selector.client.client_settings import (
-    Access,
-    Backoff,
-    Cert,
-    KvRouterConfig,
-    Timeouts,
-    Token,
-    Verify,
-)
+from lean_selector.client.calls import Scope, Selected, Worker, prompt_fields
+from lean_selector.client.client_settings import Backoff, KvRouterConfig, Timeouts
 from lean_selector.client.completions import Option, completion_body
-from lean_selector.client.drivers import Driver
+from lean_selector.client.drivers import Driver, Reservation
 from lean_selector.client.errors import (
-    ClientClosed,
+    ClientError,
     ModelNotNamed,
     NoWorkerAvailable,
-    OtherEventLoop,
-    ServiceRefused,
     ServiceUnreachable,
     WorkerError,
     WorkerRefused,
@@ -38,60 +27,44 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     WrongBlockSize,
 )
-from lean_selector.client.placements import Outcome, Placement, TokenStream
-from lean_selector.client.reservation import Reservation
-from lean_selector.client.transport import AsyncClosing, OpenStream
+from lean_selector.client.placements import AsyncClosing, Outcome, Placement, TokenStream
+from lean_selector.client.transport import Cert, OpenStream, ServiceConnection, Token, Verify
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
 from lean_selector.core.numbers import optional, whole
 from lean_selector.core.selection.shapes import Disaggregate
 
 T = TypeVar("T")
+Override = Mapping[str, object] | None
 
 # Served models are looked up again after this time, and at once for an unknown model.
 FRESH_S = 10.0
 ONCE = Backoff(max_retries=0)
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt, and options for choosing its worker. None leaves an option to the service."""
+class RoutingOptions(TypedDict, total=False):
+    """Options of a request to choose a rank. None leaves an option to the service."""
+
+    lora_name: str | None
+    cache_salt: str | None
+    expected_output_tokens: int | None  # the request's load decreases as its output grows
+    priority_jump: float | None
+    strict_priority: int | None
+    fairness_id: str | None
+    routing_constraints: Mapping[str, object] | None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A prompt, and the other fields of a request to choose a rank for it."""
 
     token_ids: Sequence[int]
-    lora_name: str | None = None
-    cache_salt: str | None = None
-    router_config_override: Mapping[str, object] | None = None
-    worker_id: int | None = None
-    dp_rank: int | None = None
-    expected_output_tokens: int | None = None
-    priority_jump: float | None = None
-    strict_priority: int | None = None
-    fairness_id: str | None = None
-    routing_constraints: Mapping[str, object] | None = None
-    disaggregate: Disaggregate | None = None
-    prefill_allowed_worker_ids: Sequence[int] | None = None
+    options: RoutingOptions
+    terms: dict[str, object]
 
-    def __post_init__(self) -> None:
-        if self.dp_rank is not None and self.worker_id is None:
-            raise ValueError("dp_rank needs worker_id")
-
-    def fields(self, scope: Scope, config: KvRouterConfig) -> dict[str, object]:
+    def fields(self, scope: Scope) -> dict[str, object]:
         """Return the fields of a request to the service. Raises ValueError for bad token ids."""
-        fields = prompt_fields(self.token_ids, scope, self.lora_name, self.cache_salt)
-        wanted: dict[str, object] = {
-            "router_config_override": config.override(self.router_config_override),
-            "expected_output_tokens": self.expected_output_tokens,
-            "priority_jump": self.priority_jump,
-            "strict_priority": self.strict_priority,
-            "fairness_id": self.fairness_id,
-            "routing_constraints": self.routing_constraints,
-            "disaggregate": self.disaggregate,
-            "prefill_allowed_worker_ids": self.prefill_allowed_worker_ids,
-        }
-        if self.dp_rank is not None:
-            wanted["pinned_worker"] = {"worker_id": self.worker_id, "dp_rank": self.dp_rank}
-        elif self.worker_id is not None:
-            wanted["allowed_worker_ids"] = [self.worker_id]
-        fields.update((name, value) for name, value in wanted.items() if value is not None)
-        return fields
+        salt = self.options.get("cache_salt")
+        prompt = prompt_fields(self.token_ids, scope, self.options.get("lora_name"), salt)
+        return {**prompt, **self.terms}
 
 
 class KvRouter(AsyncClosing):
@@ -110,11 +83,9 @@ class KvRouter(AsyncClosing):
         return_token_ids: bool = True,
         timeouts: Timeouts | None = None,
         backoff: Backoff | None = None,
-        rng: random.Random | None = None,
         verify: Verify = True,
         cert: Cert | None = None,
         token: Token | None = None,
-        sleep: Callable[[float], Any] | None = None,
     ) -> None:
         """
         endpoint: URL of the selection service, or unix:PATH.
@@ -127,7 +98,6 @@ class KvRouter(AsyncClosing):
             system's CA certificates, the path of a PEM file with other CA certificates, False for
             no verification, or an SSLContext. cert: the path of our certificate with its key, or
             two paths. token: a bearer token, or a function that returns the current token.
-        sleep: called with the seconds to wait before a retry, in place of asyncio.sleep.
 
         Raises ValueError for an invalid endpoint, block size or token, and OSError for unusable
         certificate or key files.
@@ -135,7 +105,8 @@ class KvRouter(AsyncClosing):
         block_size = optional(whole, "block_size", block_size)
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
-        self._driver = Driver(endpoint, timeouts or Timeouts(), sleep, Access(verify, cert, token))
+        timeouts = timeouts or Timeouts()
+        self._driver = Driver(ServiceConnection(endpoint, timeouts, verify, cert, token), timeouts)
         self._config = kv_router_config or KvRouterConfig()
         self._block_size = block_size
         self._model_name = model_name
@@ -143,10 +114,8 @@ class KvRouter(AsyncClosing):
         self._is_eagle = is_eagle
         self._return_token_ids = return_token_ids
         self._backoff = backoff or Backoff()
-        self._rng = rng or random.Random()
-        self._clock = time.monotonic
-        self._served: dict[str, Scope] = {}  # by model; empty before the first look-up
-        self._absent: set[str] = set()  # models that the last look-up did not find
+        self._served: dict[str, Worker] = {}  # by model; empty before the first look-up
+        self._sought: set[str | None] = set()  # models that were looked up since then
         self._looked_at = 0.0
 
     async def generate(
@@ -156,86 +125,61 @@ class KvRouter(AsyncClosing):
         stop_conditions: Option = None,
         sampling_options: Option = None,
         output_options: Option = None,
-        router_config_override: Mapping[str, object] | None = None,
+        router_config_override: Override = None,
         worker_id: int | None = None,
         dp_rank: int | None = None,
         extra_args: Option = None,
-        *,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        expected_output_tokens: int | None = None,
-        priority_jump: float | None = None,
-        strict_priority: int | None = None,
-        fairness_id: str | None = None,
-        routing_constraints: Mapping[str, object] | None = None,
+        **options: Unpack[RoutingOptions],
     ) -> TokenStream:
         """Reserves a worker, sends it the request, and returns the stream of output chunks.
 
         stop_conditions, sampling_options, output_options, extra_args: fields for the worker's
             /v1/completions. If several of these set the same field, the last one counts.
         worker_id: choose only this worker; with dp_rank, only this rank of the worker.
-        expected_output_tokens: if given, the request's load decreases as its output grows.
+        options: see RoutingOptions.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable.
         If a worker does not accept the request, another worker is tried if there is one. Raises
         ClientError and ValueError.
         """
-        wanted = Wanted(
-            token_ids=token_ids,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-            router_config_override=router_config_override,
-            worker_id=worker_id,
-            dp_rank=dp_rank,
-            expected_output_tokens=expected_output_tokens,
-            priority_jump=priority_jump,
-            strict_priority=strict_priority,
-            fairness_id=fairness_id,
-            routing_constraints=routing_constraints,
-        )
+        wanted = self._wanted(token_ids, router_config_override, options, worker_id, dp_rank)
         body = completion_body(
             token_ids,
             model,
             (stop_conditions, sampling_options, output_options, extra_args),
             return_token_ids=self._return_token_ids,
-            cache_salt=cache_salt,
+            cache_salt=options.get("cache_salt"),
         )
         avoided: dict[int, WorkerError] = {}  # worker_id -> error
 
         async def attempt() -> TokenStream:
-            return await self._generated(wanted, await self._scope(model), body, avoided)
+            """Tries each worker once. Raises the last error when no other worker is left."""
+            scope = await self._scope(model)
+            fields = wanted.fields(scope)
+            while True:
+                if avoided:
+                    others = await self._others(scope, avoided) if worker_id is None else []
+                    if not others:
+                        _, error = avoided.popitem()
+                        avoided.clear()  # they may have recovered
+                        raise error
+                    fields["allowed_worker_ids"] = others
+                selected, reservation = await self._placed(wanted, scope, fields)
+                try:
+                    opened = await self._driver.open(_stream(selected, body))
+                except BaseException as failure:
+                    reservation.outcome = outcome_of(failure)
+                    self._driver.release(reservation)
+                    if not isinstance(failure, WorkerError) or not _is_temporary(failure):
+                        raise
+                    avoided[selected.worker_id] = failure
+                else:
+                    return TokenStream(self._driver, selected, reservation, opened)
 
         return await self._retried(attempt)
 
-    async def _generated(
-        self, wanted: Wanted, scope: Scope, body: bytes, avoided: dict[int, WorkerError]
-    ) -> TokenStream:
-        """Reserves a worker that is not in `avoided`, and sends it the request. Adds each worker
-        that does not accept the request. Raises the last error when no other worker is left."""
-        fields = wanted.fields(scope, self._config)
-        while True:
-            if avoided:
-                alone = wanted.worker_id is not None
-                others = [] if alone else await self._others(scope, avoided)
-                if not others:
-                    _, error = avoided.popitem()
-                    avoided.clear()  # they may have recovered
-                    raise error
-                fields["allowed_worker_ids"] = others
-            selected, reservation = await self._placed(wanted, scope, fields)
-            try:
-                opened = await self._driver.open(_stream(selected, body))
-            except BaseException as failure:
-                reservation.outcome = outcome_of(failure)
-                self._driver.release(reservation)
-                if not isinstance(failure, WorkerError) or not _is_passed_over(failure):
-                    raise
-                avoided[selected.worker_id] = failure
-            else:
-                return TokenStream(self._driver, selected, reservation, opened)
-
     async def _others(self, scope: Scope, avoided: dict[int, WorkerError]) -> list[int]:
-        workers = await self._driver.ask(calls.workers(scope.model_name, self._tenant_id))
+        workers = await self._driver.ask(calls.workers(self._tenant_id, scope.model_name))
         return [
             worker.worker_id
             for worker in workers
@@ -245,43 +189,28 @@ class KvRouter(AsyncClosing):
     async def best_worker(
         self,
         token_ids: Sequence[int],
-        router_config_override: Mapping[str, object] | None = None,
+        router_config_override: Override = None,
         request_id: str | None = None,
-        *,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        routing_constraints: Mapping[str, object] | None = None,
-        strict_priority: int | None = None,
-        fairness_id: str | None = None,
+        **options: Unpack[RoutingOptions],
     ) -> tuple[int, int, int]:
         """Return (worker_id, dp_rank, overlap_blocks). The overlap counts only device memory.
 
         If request_id is given, the rank is reserved under this id. The caller must later call
         mark_prefill_complete() and free(), on this router or another; aclose() does not free the
-        rank. Raises NoWorkerAvailable at once, without retries, if all workers are busy.
+        rank. options: see RoutingOptions. Raises NoWorkerAvailable at once, without retries, if
+        all workers are busy.
         """
-        wanted = Wanted(
-            token_ids=token_ids,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-            router_config_override=router_config_override,
-            routing_constraints=routing_constraints,
-            strict_priority=strict_priority,
-            fairness_id=fairness_id,
-        )
+        wanted = self._wanted(token_ids, router_config_override, options)
 
         async def attempt() -> Selected:
             scope = await self._scope()
-            fields = wanted.fields(scope, self._config)
+            fields = wanted.fields(scope)
             if request_id is None:
                 selected = await self._driver.ask(calls.select(fields))
-                if self._block_size is None:
-                    _check_size(scope, selected)
+                _check_size(scope.block_size, selected.block_size)
                 return selected
             reservation = Reservation(len(token_ids), reservation_id=request_id)
-            selected = await self._booked(
-                calls.select_and_reserve(request_id, fields), reservation, scope
-            )
+            selected = await self._booked(reservation, fields, scope)
             self._driver.hand_over(reservation)
             return selected
 
@@ -303,7 +232,7 @@ class KvRouter(AsyncClosing):
     async def get_overlap_scores(
         self,
         token_ids: Sequence[int],
-        router_config_override: Mapping[str, object] | None = None,
+        router_config_override: Override = None,
         *,
         lora_name: str | None = None,
         cache_salt: str | None = None,
@@ -326,7 +255,8 @@ class KvRouter(AsyncClosing):
         cached_tokens: int | None = None,
     ) -> None:
         """Frees a reservation. Raises NotFound for an unknown id. Other arguments: see report()."""
-        await self._driver.ask(calls.free(request_id, outcome, cached_tokens))
+        call = calls.free(request_id, outcome=outcome, cached_tokens=cached_tokens)
+        await self._driver.ask(call)
 
     async def report(
         self,
@@ -343,7 +273,13 @@ class KvRouter(AsyncClosing):
         worker. cached_tokens: prompt tokens that the engine had cached. Several consecutive
         failures eject the worker temporarily. Raises NotFound for an unknown worker or rank.
         """
-        call = calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
+        call = calls.report(
+            worker_id,
+            outcome=outcome,
+            dp_rank=dp_rank,
+            ttft_ms=ttft_ms,
+            cached_tokens=cached_tokens,
+        )
         await self._driver.ask(call)
 
     async def dump_events(self) -> str:
@@ -360,18 +296,12 @@ class KvRouter(AsyncClosing):
         self,
         token_ids: Sequence[int],
         *,
-        router_config_override: Mapping[str, object] | None = None,
+        router_config_override: Override = None,
         worker_id: int | None = None,
         dp_rank: int | None = None,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        expected_output_tokens: int | None = None,
-        priority_jump: float | None = None,
-        strict_priority: int | None = None,
-        fairness_id: str | None = None,
-        routing_constraints: Mapping[str, object] | None = None,
         disaggregate: Disaggregate | None = None,
         prefill_allowed_worker_ids: Sequence[int] | None = None,
+        **options: Unpack[RoutingOptions],
     ) -> AsyncIterator[Placement]:
         """`async with router.reserve(token_ids) as placement:` reserves a rank until the end of the
         block. With a SyncKvRouter, use `with`.
@@ -379,27 +309,22 @@ class KvRouter(AsyncClosing):
         disaggregate: "auto" or "always" asks for a pair of workers. `placement.prefill` is then the
             one for the prefill, and the placement itself the one for the decode.
         prefill_allowed_worker_ids: choose only these for the prefill.
+        options: see RoutingOptions.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable."""
-        wanted = Wanted(
-            token_ids=token_ids,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-            router_config_override=router_config_override,
-            worker_id=worker_id,
-            dp_rank=dp_rank,
-            expected_output_tokens=expected_output_tokens,
-            priority_jump=priority_jump,
-            strict_priority=strict_priority,
-            fairness_id=fairness_id,
-            routing_constraints=routing_constraints,
+        wanted = self._wanted(
+            token_ids,
+            router_config_override,
+            options,
+            worker_id,
+            dp_rank,
             disaggregate=disaggregate,
             prefill_allowed_worker_ids=prefill_allowed_worker_ids,
         )
 
         async def attempt() -> tuple[Selected, Reservation]:
             scope = await self._scope()
-            return await self._placed(wanted, scope, wanted.fields(scope, self._config))
+            return await self._placed(wanted, scope, wanted.fields(scope))
 
         async with self._freed(*await self._retried(attempt)) as placement:
             yield placement
@@ -415,9 +340,8 @@ class KvRouter(AsyncClosing):
 
         async def attempt() -> tuple[Selected, Reservation]:
             reservation = Reservation(0)
-            return await self._booked(
-                calls.route(reservation.id, path, body), reservation
-            ), reservation
+            call = calls.route(reservation.id, path, body)
+            return await self._driver.book(call, reservation), reservation
 
         async with self._freed(*await self._retried(attempt)) as placement:
             yield placement
@@ -446,119 +370,109 @@ class KvRouter(AsyncClosing):
 
         If the router has no model_name, uses the only served model, or `model` if none or several
         are served. Raises ModelNotNamed if several are served and `model` is not one of them."""
-        name = self._model_name
-        if name is None or self._block_size is None:
+        name, size, is_eagle = self._model_name, self._block_size, self._is_eagle
+        if name is None or size is None:
             served = await self._served_models(name or model)
             if name is None and len(served) == 1:
                 (name,) = served
-            elif name is None and (not served or model in served):
-                name = model or "default"
             elif name is None:
-                raise ModelNotNamed(served)
-            found = served.get(name)
-        else:
-            found = None
-        size = found.block_size if found is not None else self._block_size
-        if size is not None and self._block_size is not None and size != self._block_size:
-            raise WrongBlockSize(self._block_size, size)
-        eagle = self._is_eagle
-        if eagle is None:
-            eagle = found is not None and found.is_eagle
-        return Scope(name, self._tenant_id, size, eagle)
+                if served and model not in served:
+                    raise ModelNotNamed(served)
+                name = model or "default"
+            if (found := served.get(name)) is not None:
+                _check_size(size, found.block_size)
+                size = found.block_size
+                is_eagle = found.is_eagle if is_eagle is None else is_eagle
+        return Scope(name, self._tenant_id, size, bool(is_eagle))
 
-    async def _served_models(self, model: str | None) -> dict[str, Scope]:
-        """Return each model's Scope, cached for FRESH_S s. An uncached `model` is looked up."""
-        now = self._clock()
+    async def _served_models(self, model: str | None) -> dict[str, Worker]:
+        """Return a worker of each model, cached for FRESH_S s. An uncached `model` is looked up."""
+        now = time.monotonic()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
-        if is_fresh and (model is None or model in self._served or model in self._absent):
+        if is_fresh and (model is None or model in self._served or model in self._sought):
             return self._served
-        workers = await self._driver.ask(calls.workers(None, self._tenant_id))
-        self._served = {
-            worker.model_name: Scope(
-                worker.model_name, self._tenant_id, worker.block_size, bool(worker.is_eagle)
-            )
-            for worker in workers
-            if worker.block_size
-        }
-        self._absent = self._absent if is_fresh else set()
-        if model is not None and model not in self._served:
-            self._absent.add(model)
+        workers = await self._driver.ask(calls.workers(self._tenant_id))
+        self._served = {worker.model_name: worker for worker in workers if worker.block_size}
+        self._sought = {model, *(self._sought if is_fresh else ())}
         self._looked_at = now
         return self._served
 
     # -- tries -------------------------------------------------------------------------------------
+
+    def _wanted(
+        self,
+        token_ids: Sequence[int],
+        override: Override,
+        options: RoutingOptions,
+        worker_id: int | None = None,
+        dp_rank: int | None = None,
+        **more: object,
+    ) -> Wanted:
+        """Return what a request asks for. `more`: fields of the request that have no option."""
+        if unknown := options.keys() - RoutingOptions.__annotations__:
+            raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+        terms: dict[str, object] = {**options, **more}
+        terms["router_config_override"] = self._config.override(override)
+        if dp_rank is not None:
+            if worker_id is None:
+                raise ValueError("dp_rank needs worker_id")
+            terms["pinned_worker"] = {"worker_id": worker_id, "dp_rank": dp_rank}
+        elif worker_id is not None:
+            terms["allowed_worker_ids"] = [worker_id]
+        for name in ("lora_name", "cache_salt"):  # those of the prompt
+            terms.pop(name, None)
+        given = {name: value for name, value in terms.items() if value is not None}
+        return Wanted(token_ids, options, given)
 
     async def _retried(
         self, attempt: Callable[[], Awaitable[T]], backoff: Backoff | None = None
     ) -> T:
         """Runs `attempt`, and repeats it as `backoff` (by default, the router's) says while no
         worker is free or the service is unreachable. If the workers' block size has changed since
-        it was looked up, looks the size up again and repeats the attempt once."""
-        tries, has_changed = 0, False
-        while True:
-            try:
-                return await attempt()
-            except WrongBlockSize:
-                if has_changed or self._block_size is not None:
-                    raise
-                has_changed, self._served = True, {}
-            except (NoWorkerAvailable, ServiceUnreachable, WorkerError) as error:
-                if isinstance(error, WorkerError) and not _is_passed_over(error):
-                    raise
-                asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
-                wait_s = (backoff or self._backoff).wait_s(tries, self._rng, asked)
-                if wait_s is None:
-                    raise
-                await self._driver.pause(wait_s)
-                tries += 1
+        it was looked up, looks the size up again and starts over once."""
+        backoff = backoff or self._backoff
+        try:
+            return await self._driver.retried(attempt, backoff, _is_temporary)
+        except WrongBlockSize:
+            if self._block_size is not None:
+                raise
+            self._served = {}
+            return await self._driver.retried(attempt, backoff, _is_temporary)
 
     async def _placed(
         self, wanted: Wanted, scope: Scope, fields: Mapping[str, object]
     ) -> tuple[Selected, Reservation]:
-        expected = wanted.expected_output_tokens
+        expected = wanted.options.get("expected_output_tokens")
         reservation = Reservation(len(wanted.token_ids), expected_output_tokens=expected)
-        call = calls.select_and_reserve(reservation.id, fields)
-        selected = await self._booked(call, reservation, scope)
+        selected = await self._booked(reservation, fields, scope)
         if self._config.track_output_blocks:
-            reservation.track_output(selected.block_size)
+            reservation.block_size = selected.block_size
         return selected, reservation
 
     async def _booked(
-        self, call: Call[Selected], reservation: Reservation, scope: Scope | None = None
+        self, reservation: Reservation, fields: Mapping[str, object], scope: Scope
     ) -> Selected:
-        """Tries once to reserve. If the service does not respond, releases the reservation, which
-        may exist nevertheless. So it does if the worker's block size is not that of `scope`."""
+        """Tries once to reserve. Frees the reservation if the worker's block size is another."""
+        call = calls.select_and_reserve(reservation.id, fields)
+        selected = await self._driver.book(call, reservation)
         try:
-            selected = await self._driver.book(call, reservation)
-            if scope is not None:
-                _check_size(scope, selected)
-            return selected
-        except (ServiceRefused, ClientClosed, OtherEventLoop):
-            raise  # no reservation exists, or the driver frees it
-        except (ServiceUnreachable, WrongBlockSize) as error:
-            is_lost = isinstance(error, ServiceUnreachable)
-            if isinstance(error, WrongBlockSize) or not error.never_sent:
-                reservation.ambiguous = is_lost
-                if reservation.is_named:
-                    await self._driver.release_now(reservation)  # a retry may use the same id
-                else:
-                    self._driver.release(reservation)
+            _check_size(scope.block_size, selected.block_size)
+        except WrongBlockSize:
+            await self._driver.release_now(reservation)
             raise
-        except BaseException:
-            reservation.ambiguous = True
-            self._driver.release(reservation)
-            raise
+        return selected
 
 
-def _check_size(scope: Scope, selected: Selected) -> None:
-    if scope.block_size not in (None, selected.block_size):
-        raise WrongBlockSize(scope.block_size or 0, selected.block_size)
+def _check_size(ours: int | None, theirs: int | None) -> None:
+    if ours is not None and theirs is not None and ours != theirs:
+        raise WrongBlockSize(ours, theirs)
 
 
-def _is_passed_over(error: WorkerError) -> bool:
+def _is_temporary(error: ClientError) -> bool:
+    """Return whether another try, or another worker, may take the request."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
-    return isinstance(error, WorkerUnreachable)
+    return isinstance(error, NoWorkerAvailable | ServiceUnreachable | WorkerUnreachable)
 
 
 def outcome_of(error: BaseException) -> str | None:

@@ -5,7 +5,12 @@ import concurrent.futures
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    contextmanager,
+    suppress,
+)
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
@@ -14,10 +19,22 @@ from lean_selector.client.drivers import Driver
 from lean_selector.client.errors import ClientClosed
 from lean_selector.client.placements import Placed, Placement, TokenStream
 from lean_selector.client.router import KvRouter
-from lean_selector.client.transport import Closing
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Closing:
+    """Base class that adds `with`, which calls close() at its end."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class LoopThread:
@@ -118,8 +135,7 @@ class SyncTokenStream(Placed, Closing):
 
     def close(self) -> None:
         """Stops the generation, and frees the reservation."""
-        self._stream.forget()
-        if not self._reservation.ended:
+        with suppress(ClientClosed):  # which has freed it
             self._thread.run(self._stream.aclose())
 
 
@@ -196,10 +212,8 @@ class SyncKvRouter(Closing):
     """KvRouter for programs without an event loop. Use `with`, or call close()."""
 
     @_made_as(KvRouter.__init__)
-    def __init__(self, *args: Any, sleep: Callable[[float], object] | None = None, **more: Any):
-        """Like KvRouter(), but `sleep` may block, because it is called in a separate thread."""
-        asleep = None if sleep is None else lambda wait_s: asyncio.to_thread(sleep, wait_s)
-        self._router = KvRouter(*args, sleep=asleep, **more)
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._router = KvRouter(*args, **settings)
         self._thread = LoopThread(self._router._driver)
 
     generate = _streamed(KvRouter.generate)

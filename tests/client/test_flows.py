@@ -4,12 +4,12 @@ Both kinds of router do the same, so what is retried, avoided, booked and releas
 tests/client/test_router.py shows that either kind carries it out.
 """
 
+import asyncio
 import contextlib
 import json
-import random
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import pytest
 from lean_selector.client import KvRouter, KvRouterConfig, calls
 from lean_selector.client.calls import Call, Scope, Selected, Worker
 from lean_selector.client.client_settings import Backoff, Timeouts
+from lean_selector.client.drivers import Driver, Reservation
 from lean_selector.client.errors import (
     AlreadyExists,
     ClientError,
@@ -35,10 +36,10 @@ from lean_selector.client.errors import (
     WrongBlockSize,
     service_refusal,
 )
-from lean_selector.client.reservation import Reservation, release, report
-from lean_selector.client.router import FRESH_S, Wanted, outcome_of
+from lean_selector.client.router import FRESH_S, outcome_of
 from lean_selector.client.transport import OpenStream, ServiceConnection, answer_of
 from lean_selector.core.selection.shapes import Overlap
+from tests.support.on_loop import on_loop
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)
@@ -71,11 +72,12 @@ Step = Ask | Pause | Release | HandOver | OpenStream
 Work = Coroutine[Any, Any, Any]
 
 
-@dataclass
-class Told:
+class Told(Driver):
     """A driver that writes down each step, and is sent what comes of those that wait."""
 
-    steps: list[Step] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(ServiceConnection("http://s", Timeouts()), Timeouts())
+        self.steps: list[Step] = []
 
     async def ask(self, call: Call[Any]) -> Any:
         return await self._awaited(Ask(call))
@@ -98,8 +100,6 @@ class Told:
     def hand_over(self, reservation: Reservation) -> None:
         self.steps.append(HandOver(reservation))
 
-    def hold(self, reservation: Reservation, opened: object) -> None: ...
-
     def release_from_anywhere(self, reservation: Reservation) -> None: ...
 
     def _awaited(self, step: Step) -> "Outcome":
@@ -112,7 +112,7 @@ class Outcome:
         return (yield)
 
 
-driver: Any = Told()
+driver = Told()
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def _nothing_told() -> None:
 
 
 def router(config: KvRouterConfig | None = None, **settings: Any) -> KvRouter:
-    given = {"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings}
+    given = {"block_size": 4, "model_name": "m", **settings}
     made = KvRouter("http://s", kv_router_config=config, **given)
     made._driver = driver
     return made
@@ -178,14 +178,6 @@ def result(work: Work, *outcomes: object) -> Any:
     raise AssertionError("it goes on")
 
 
-def reporting(reservation: Reservation) -> Work:
-    return report(reservation, driver.ask, driver.pause, random.Random(1))
-
-
-def releasing(reservation: Reservation) -> Work:
-    return release(reservation, driver.ask, driver.pause, random.Random(1))
-
-
 def entering(reserved: AbstractAsyncContextManager[Any]) -> Work:
     async def enter() -> Any:
         return await reserved.__aenter__()
@@ -195,8 +187,8 @@ def entering(reserved: AbstractAsyncContextManager[Any]) -> Work:
 
 def fields_of(step: Step) -> Mapping[str, object]:
     assert isinstance(step, Ask)
-    assert step.call.fields is not None
-    return step.call.fields
+    assert isinstance(step.call.body, dict)
+    return step.call.body
 
 
 def kinds(steps: list[Step]) -> list[type]:
@@ -215,15 +207,15 @@ def busy(retry_after_s: float | None = None) -> ServiceRefused:
 
 
 def test_waits_double_have_jitter_and_end_and_honour_retry_after_up_to_the_longest() -> None:
-    backoff, rng = Backoff(max_retries=4, first_s=1.0, longest_s=6.0), random.Random(1)
-    waits = [backoff.wait_s(attempt, rng) for attempt in range(5)]
+    backoff = Backoff(max_retries=4, first_s=1.0, longest_s=6.0)
+    waits = [backoff.wait_s(attempt) for attempt in range(5)]
     assert waits[4] is None
     for wait, base in zip(waits[:3], (1, 2, 4), strict=True):
         assert wait is not None
         assert base <= wait <= base + 1
-    assert waits[3] == backoff.wait_s(0, rng, 3600.0) == 6.0
-    assert backoff.wait_s(0, rng, 5.0) == 5.0
-    assert (backoff.wait_s(0, rng, 0.0) or 0.0) >= 1.0
+    assert waits[3] == backoff.wait_s(0, 3600.0) == 6.0
+    assert backoff.wait_s(0, 5.0) == 5.0
+    assert (backoff.wait_s(0, 0.0) or 0.0) >= 1.0
 
 
 def test_an_answer_that_is_not_the_expected_one_is_an_error() -> None:
@@ -289,7 +281,7 @@ def reports(reservation: Reservation) -> list[tuple[str, object]]:
 
 def test_a_report_follows_from_what_the_service_does_not_know() -> None:
     reservation = Reservation(10, reservation_id="r")
-    reservation.track_output(4)
+    reservation.block_size = 4
     assert reports(reservation) == []
     reservation.output(1)
     assert reports(reservation) == [("prefill_complete", None)]
@@ -305,8 +297,8 @@ def test_a_report_follows_from_what_the_service_does_not_know() -> None:
 @pytest.mark.parametrize("tracks", [True, False])
 def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: bool) -> None:
     config = KvRouterConfig(router_track_output_blocks=tracks)
-    wanted, scope = Wanted(token_ids=TOKENS), Scope("m", "default", 4)
-    _, reservation = result(router(config=config)._placed(wanted, scope, {}), selected())
+    stream = result(router(config=config).generate(TOKENS, "m"), selected(), None)
+    reservation = stream._reservation
     reservation.output(2)
     assert (
         reports(reservation) == [("prefill_complete", None), ("output_block", None)][: 1 + tracks]
@@ -315,7 +307,7 @@ def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: boo
 
 def test_the_weight_of_a_request_fades_to_nothing() -> None:
     reservation = Reservation(0, reservation_id="r", expected_output_tokens=8)
-    reservation.track_output(4)
+    reservation.block_size = 4
     reservation.output(12)
     assert [decay for _, decay in reports(reservation)] == [None, 0.5, 0.0, 0.0]
 
@@ -323,9 +315,9 @@ def test_the_weight_of_a_request_fades_to_nothing() -> None:
 def test_reports_give_up_where_the_next_one_makes_up_for_them() -> None:
     reservation = Reservation(4)
     reservation.output(1)
-    steps = play(reporting(reservation), *[LOST, None] * 20)
+    steps = play(driver._reported(reservation), *[LOST, None] * 20)
     assert kinds(steps) == [Ask, Pause, Ask, Pause, Ask]
-    assert kinds(play(reporting(reservation), service_refusal(404, "not found"))) == [Ask]
+    assert kinds(play(driver._reported(reservation), service_refusal(404, "not found"))) == [Ask]
     assert reservation.next_report() is not None
 
 
@@ -334,12 +326,12 @@ def test_a_release_looks_twice_when_the_booking_may_still_arrive(ambiguous: bool
     reservation = Reservation(4, reservation_id="r")
     reservation.ambiguous = ambiguous
     missing = service_refusal(404, "not found")
-    steps = play(releasing(reservation), missing, None, missing)
+    steps = play(driver._freed(reservation), missing, None, missing)
     assert kinds(steps) == ([Ask, Pause, Ask] if ambiguous else [Ask])
 
 
 def test_a_release_outlasts_a_restart_of_the_service_and_then_gives_up() -> None:
-    steps = play(releasing(Reservation(4)), *[LOST, None] * 20)
+    steps = play(driver._freed(Reservation(4)), *[LOST, None] * 20)
     assert 5.0 < sum(pauses(steps)) < 10.0
     assert isinstance(steps[-1], Ask)
 
@@ -399,7 +391,7 @@ def test_best_worker_books_only_with_a_request_id() -> None:
     assert isinstance(booked, Ask)
     assert isinstance(handed_over, HandOver)
     assert booked.books is handed_over.reservation
-    assert (handed_over.reservation.id, handed_over.reservation.is_named) == ("a", True)
+    assert handed_over.reservation.id == "a"
 
 
 def test_a_busy_service_is_asked_again_after_what_it_says() -> None:
@@ -408,13 +400,41 @@ def test_a_busy_service_is_asked_again_after_what_it_says() -> None:
     assert fields_of(first)["reservation_id"] != fields_of(again)["reservation_id"]
 
 
-def test_a_booking_whose_answer_is_lost_is_released_and_tried_under_another_id() -> None:
-    """One that was never sent needs no release, and other refusals are not tried again."""
-    steps = play(entering(router().reserve(TOKENS)), LOST, None)
-    assert kinds(steps) == [Ask, Release, Pause, Ask]
-    assert isinstance(steps[1], Release)
-    assert steps[1].reservation.ambiguous
-    assert kinds(play(entering(router().reserve(TOKENS)), UNREACHABLE, None)) == [Ask, Pause, Ask]
+class Scripted(ServiceConnection):
+    """A service that ends each booking so, and knows no reservation."""
+
+    def __init__(self, error: ClientError) -> None:
+        super().__init__("http://s", Timeouts())
+        self.methods: list[str] = []
+        self._error = error
+
+    async def exchange(self, call: Call[Any]) -> Any:
+        self.methods.append(call.method)
+        raise self._error if call.method == "POST" else service_refusal(404, "not found")
+
+
+@pytest.mark.parametrize(
+    ("error", "methods"),
+    [
+        (LOST, ["POST", "DELETE", "DELETE"]),  # it may still arrive
+        (UNREACHABLE, ["POST"]),
+        (service_refusal(400, "no"), ["POST"]),
+    ],
+)
+@on_loop
+async def test_a_booking_whose_answer_is_lost_is_freed_before_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, error: ClientError, methods: list[str]
+) -> None:
+    service = Scripted(error)
+    real = Driver(service, Timeouts())
+    monkeypatch.setattr(real, "pause", lambda _: asyncio.sleep(0))
+    with pytest.raises(type(error)):
+        await real.book(calls.select_and_reserve("r", {}), Reservation(1, reservation_id="r"))
+    assert service.methods == methods
+    await real.close()
+
+
+def test_what_a_service_refuses_for_good_is_not_asked_again() -> None:
     with pytest.raises(InvalidRequest):
         play(entering(router().reserve(TOKENS)), service_refusal(400, "no"))
 
@@ -451,14 +471,12 @@ def test_discovery_asks_once_it_has_found_workers() -> None:
 
 
 def test_what_the_selector_serves_is_asked_again_after_a_while_and_for_a_new_model() -> None:
-    now = 0.0
     asks = router(block_size=None, model_name=None)
-    asks._clock = lambda: now
     assert result(asks._scope("base"), [BASE]).block_size == 16
     other = Worker(2, "other", "schedulable", 8)
     assert result(asks._scope("other"), [BASE, other]) == Scope("other", "default", 8)
     assert result(asks._scope("base")).block_size == 16
-    now = FRESH_S
+    asks._looked_at -= FRESH_S
     changed = Worker(1, "base", "schedulable", 32)
     assert result(asks._scope("base"), [changed]) == Scope("base", "default", 32)
 

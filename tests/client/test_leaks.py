@@ -69,7 +69,7 @@ async def storm(fleet: Fleet) -> collections.Counter[str]:
 
     backoff = Backoff(max_retries=8, first_s=0.05)
     timeouts = Timeouts(service_s=DEADLINE_S, queue_s=DEADLINE_S)
-    async with KvRouter(fleet.endpoint, 4, backoff=backoff, timeouts=timeouts, rng=rng) as router:
+    async with KvRouter(fleet.endpoint, 4, backoff=backoff, timeouts=timeouts) as router:
         await asyncio.gather(*(work(router) for _ in range(CONCURRENT)))
     return ends
 

@@ -318,19 +318,22 @@ def test_a_router_that_was_used_before_a_fork_is_closed_in_the_child() -> None:
     subprocess.run(command, check=True, timeout=60)
 
 
-def test_an_interrupted_wait_is_shown_to_the_caller(fleet: Fleet) -> None:
+def test_an_interrupted_wait_is_shown_to_the_caller(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_shown = threading.Event()
     caller = threading.get_ident()
 
-    def interrupted(_: float) -> None:
+    async def interrupted(_: float) -> None:
         signal.pthread_kill(caller, signal.SIGINT)
-        is_shown.wait(60)
+        await asyncio.to_thread(is_shown.wait, 60)
 
     fleet.workers[1].status = fleet.workers[2].status = 503
     # A shell starts what runs in the background with SIGINT ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with SyncKvRouter(fleet.endpoint, 4, sleep=interrupted) as router:
+        with SyncKvRouter(fleet.endpoint, 4) as router:
+            monkeypatch.setattr(router._router._driver, "pause", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 router.generate(TOKENS, MODEL)
             is_shown.set()
