@@ -3,7 +3,6 @@
 Sections 1.3 and 1.5 of docs/spec/selection.md describe the requests and responses. Only the
 response fields that the clients use are parsed."""
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
@@ -48,9 +47,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
             return self.body
         return _encode_json(
             {
-                name: struct.unpack(f"<{len(value) // 8}q", value)
-                if isinstance(value, bytes)
-                else value
+                name: unpack_signed(value) if isinstance(value, bytes) else value
                 for name, value in self.body.items()
             }
         )
