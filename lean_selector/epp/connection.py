@@ -297,7 +297,7 @@ class PickerConnection(asyncio.Protocol):
         before, began = connections.spent_s, connections.clock()
         self._is_reading = True
         try:
-            while size := self._next_frames():
+            while data and (size := self._next_frames()):
                 frames = bytes(data[:size])
                 del data[:size]
                 for event in self.h2.receive_data(frames):

@@ -6,6 +6,7 @@ wire type) and a value. Unknown fields are skipped, and of a repeated scalar the
 Nothing here recurses, so no nesting in a message can exhaust the stack."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from typing import Final
 
 # What a ProcessingRequest has. The response to a message has a number that is lower by one.
@@ -221,6 +222,9 @@ def part(number: int, content: bytes) -> bytes:
     return _SMALL[number << 3 | _BYTES] + (_SMALL[size] if size < 0x80 else _size(size)) + content
 
 
+_fixed: Final = lru_cache(64)(part)  # of contents that are nearly always the same
+
+
 def pieces(kind: int, body: bytes, is_last: bool) -> list[bytes]:
     """Return the BodyResponses to messages of this kind that send `body` on (FULL_DUPLEX): one at
     least if it is the last of the stream."""
@@ -242,19 +246,19 @@ def _mutation(headers: Mapping[bytes, bytes], removed: Iterable[bytes] = ()) -> 
     """Return a HeaderMutation, which overwrites `headers` or adds them."""
     mutation = b"".join(
         [
-            part(1, part(1, part(1, name) + part(3, text)) + b"\x18\x02")
+            part(1, part(1, _fixed(1, name) + part(3, text)) + b"\x18\x02")
             for name, text in headers.items()
         ]
     )
-    return mutation + b"".join([part(2, name) for name in removed])
+    return mutation + b"".join([_fixed(2, name) for name in removed])
 
 
 def destination(kind: int, headers: Mapping[bytes, bytes], removed: Iterable[bytes]) -> bytes:
     """Return the response to a message of this kind, headers or body, that changes the request's
     headers. One of these is DESTINATION, which is also in the dynamic metadata."""
     changes = part(2, _mutation(headers, removed))
-    value = part(5, part(1, part(1, DESTINATION) + part(2, part(3, headers[DESTINATION]))))
-    metadata = part(8, part(1, part(1, _LB) + part(2, value)))
+    value = part(5, part(1, _fixed(1, DESTINATION) + part(2, part(3, headers[DESTINATION]))))
+    metadata = part(8, part(1, _fixed(1, _LB) + part(2, value)))
     return part(kind - 1, part(1, changes + b"\x28\x01")) + metadata  # 5: clear_route_cache
 
 
