@@ -8,12 +8,13 @@ has the fields that were added to the request; the reader removes their effects 
 A stream consists of server-sent events. A text of the model may contain `data: [DONE]`, and a tool
 may have a field `usage`, so nothing is found by searching all bytes: an event ends at a blank line,
 its fields begin at the beginning of a line, and its JSON is decoded. To save time, an event is only
-decoded if it has bytes that can matter. In an answer that is not a stream, `usage` is found by
-counting brackets, so that answers of any size are read without being buffered.
+decoded if it has bytes that can matter. An answer that is not a stream is kept until its end, and
+decoded then; of a long one, such as many embeddings, the counts are not read.
 
 A list of token ids is found by its field's name (`"token_ids"`). No JSON string can contain this
 name, because quotes inside strings are escaped. An unfinished list or name is buffered."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Final
@@ -107,93 +108,13 @@ class Usage:
         return None if output is None else (prompt, output)
 
 
-_PLAIN: Final = rb'[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+"'  # no bracket outside of strings
-_LEAF: Final = rb"[\[{](?:%b)*+[\]}]" % _PLAIN
-_TWIG: Final = rb"[\[{](?:%b|%b)*+[\]}]" % (_PLAIN, _LEAF)
-_FLAT_RUN: Final = re.compile(rb"(?:%b)*+" % _PLAIN, re.DOTALL)
-_DEEP_RUN: Final = re.compile(rb"(?:%b|%b)*+" % (_PLAIN, _TWIG), re.DOTALL)
-_STRING: Final = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # up to its closing quote
-_USAGE_KEY: Final = re.compile(rb'(?<!\\)"usage"[ \t\r\n]*+:[ \t\r\n]*+\Z')
-_MOST_KEY_BYTES: Final = 64  # including some blanks
-_MOST_USAGE_BYTES: Final = 64 * 1024
-_QUOTE: Final = 0x22
-_OPENING: Final = b"{["
-
-
-class _WholeAnswer:
-    """Finds the `usage` of an answer that is a JSON object and arrives in pieces."""
-
-    def __init__(self, usage: Usage) -> None:
-        self._usage = usage
-        self._depth = 0  # brackets that are open
-        self._in_string = False  # the last piece ended inside a string
-        self._escape = b""  # a backslash at the end of that piece
-        self._before = b""  # the end of the last piece
-        self._value: bytearray | None = None  # the `usage` object so far
-        self._is_other = False  # the answer is no JSON object
-
-    def feed(self, data: bytes) -> None:
-        if self._is_other:
-            return
-        if not self._depth:
-            data = (self._before + data).lstrip(b"\xef\xbb\xbf \t\r\n")
-            self._is_other = bool(data) and not data.startswith(b"{")
-            if self._is_other or not data:
-                return
-        data = self._escape + data
-        self._escape = b""
-        at, size, kept_from = 0, len(data), 0
-        while at < size:
-            if self._in_string:
-                at = _STRING.match(data, at).end()  # type: ignore[union-attr]
-                if at == size:
-                    break
-                if data[at] != _QUOTE:
-                    self._escape = data[at:]
-                    break
-                self._in_string = False
-                at += 1
-                continue
-            run = _FLAT_RUN if self._depth < 2 else _DEEP_RUN
-            at = run.match(data, at).end()  # type: ignore[union-attr]
-            if at == size:
-                break
-            char = data[at]
-            if char == _QUOTE:
-                self._in_string = True
-            elif char in _OPENING:
-                if self._depth == 1 and self._is_usage(data, at):
-                    self._value, kept_from = bytearray(), at
-                self._depth += 1
-            else:
-                self._depth -= 1
-                if self._depth == 1 and self._value is not None:
-                    self._usage.add(bytes(self._value) + data[kept_from : at + 1])
-                    self._value = None
-                elif self._depth < 1:
-                    self._is_other = True  # nothing follows
-                    return
-            at += 1
-        if self._value is not None:
-            self._value += data[kept_from : size - len(self._escape)]
-            if len(self._value) > _MOST_USAGE_BYTES:
-                self._value = None
-        self._before = (self._before + data)[-_MOST_KEY_BYTES:]
-
-    def _is_usage(self, data: bytes, at: int) -> bool:
-        before = data[max(0, at - _MOST_KEY_BYTES) : at]
-        if at < _MOST_KEY_BYTES:
-            before = self._before + before
-        return _USAGE_KEY.search(before) is not None
-
-
 # -- server-sent events ----------------------------------------------------------------------------
 
 # A line ends with CRLF, LF or CR. Each alternative begins with one byte, which is found faster.
 _BLANK_LINE: Final = re.compile(rb"\n(?:\n|\r\n?)|\r(?:\n(?:\n|\r\n?)|\r\n?)")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _BOM: Final = b"\xef\xbb\xbf"
-_MOST_EVENT_BYTES: Final = 4 << 20  # of a longer event, nothing is read
+_MOST_READ_BYTES: Final = 4 << 20  # of a longer event or whole answer, nothing is read
 _DONE: Final = b"[DONE]"
 _USAGE_OBJECT: Final = re.compile(rb'"usage"[ \t]*+:[ \t]*+\{')
 # What can matter in an event after the first token, if events have types.
@@ -265,7 +186,7 @@ class _Events:
         if at:
             self._after_cr = at == len(data) and data.endswith(b"\r")
         rest, sent = data[at:], max(0, sent - at)
-        if len(rest) > _MOST_EVENT_BYTES or self._is_long:
+        if len(rest) > _MOST_READ_BYTES or self._is_long:
             self._is_long = self._has_begun = self.has_token = True
             kept.append(rest[sent:])
             rest = rest[-3:]
@@ -406,7 +327,7 @@ class AnswerReader:
         `most_tokens`: see `Usage`."""
         self.usage: Final = Usage(most_tokens, has_output)
         self._events = _Events(self.usage, drops_usage) if streams else None
-        self._whole = None if streams else _WholeAnswer(self.usage)
+        self._whole = bytearray()  # an answer that is not a stream, so far
         self._on_ids = on_ids
         self._reads_ids = strips or on_ids is not None
         self._strips = strips
@@ -452,8 +373,8 @@ class AnswerReader:
                 text = data
         if self._events is not None:
             return self._events.feed(text)
-        if self._whole is not None:
-            self._whole.feed(text)
+        if len(self._whole) <= _MOST_READ_BYTES:
+            self._whole += text
         return text
 
     def rest(self) -> bytes:
@@ -466,6 +387,10 @@ class AnswerReader:
     def end(self) -> bytes:
         """Passes the token ids to `on_ids`, once. Return the bytes that are still buffered."""
         is_cut, rest = bool(self._held), self.rest()
+        whole, self._whole = self._whole, bytearray()
+        if whole and len(whole) <= _MOST_READ_BYTES:
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
+                self.usage.add(bytes(_read_holder(whole).usage))
         on_ids, self._on_ids = self._on_ids, None
         if on_ids is not None and not is_cut:
             on_ids(self._prompt, b",".join(self._output))

@@ -234,21 +234,20 @@ def test_in_a_whole_answer_usage_is_found_first_or_last_and_cut_anywhere(
     assert known_of(*cut(answer, places), streams=False) == ((7, 2), 4)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_of_a_whole_answer_of_any_size_nothing_is_kept(is_first: bool) -> None:
-    usage = b'"usage":%b' % json.dumps(OPENAI).encode()
-    vector = b'{"embedding":[%b0.5],"index":0}' % (b"0.25," * 4_000)
-    begin, rest = (b"{%b," % usage, b"]}") if is_first else (b"{", b"],%b}" % usage)
-    reader = AnswerReader(False)
-    tracemalloc.start()
-    reader.feed(begin + b'"data":[' + vector)
-    for _ in range(400):
-        reader.feed(b"," + vector)
-    reader.feed(rest)
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert reader.usage.lengths == (7, 2)
-    assert most < 1 << 20
+def test_a_whole_answer_is_kept_up_to_a_bound_and_one_beyond_it_passes_unread() -> None:
+    usage = b'{"usage":%b,"data":[' % json.dumps(OPENAI).encode()
+    for count, lengths in ((400, (7, 2)), (2_000, None)):
+        reader = AnswerReader(False)
+        tracemalloc.start()
+        reader.feed(usage)
+        for _ in range(count):
+            reader.feed(b"[%b0]," % (b"0.25," * 1_000))
+        reader.feed(b"0]}")
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        reader.end()
+        assert reader.usage.lengths == lengths
+        assert most < 8 << 20
 
 
 # -- events ----------------------------------------------------------------------------------------
