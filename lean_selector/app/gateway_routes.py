@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from lean_selector.api.metrics import prompt_families
 from lean_selector.api.routes import Route
 from lean_selector.api.selection import SelectionService
-from lean_selector.app.host import StartError, os_reason
+from lean_selector.app.host import StartError, is_beyond_loopback, os_reason
 from lean_selector.app.selector_flags import AccessLogsFlags
 from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.selection.partition import Partition
@@ -23,7 +23,6 @@ from lean_selector.gateway.access_logs import (
     Senders,
     access_log_families,
     address_of,
-    is_loopback,
     warn_of_a_short_queue,
 )
 from lean_selector.gateway.engine_answers import Tokenizer
@@ -96,7 +95,7 @@ class AccessLogReaders:
         try:
             if address.path is None:
                 bound = inet_socket(address.host, address.port, socket.SOCK_DGRAM)
-                if not config.allowed and not is_loopback(bound.getsockname()[0]):
+                if not config.allowed and is_beyond_loopback(bound.getsockname()[0]):
                     bound.close()
                     raise StartError(
                         f"--lifecycle-from {text}: this is not a loopback address, and senders can "

@@ -35,13 +35,6 @@ class LogAddress(NamedTuple):
     path: str | None = None
 
 
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-LOOPBACK: Final[tuple[Network, ...]] = (
-    ipaddress.ip_network("127.0.0.0/8"),
-    ipaddress.ip_network("::1/128"),
-)
-
-
 def address_of(text: str) -> LogAddress:
     """Parses the log address `syslog:HOST:PORT` or `unixgram:PATH`. Raises ValueError."""
     kind, colon, rest = text.partition(":")
@@ -72,18 +65,14 @@ class Senders:
     """The hosts that may send access-log lines: this machine (loopback), and the given networks."""
 
     def __init__(self, networks: list[str]) -> None:
-        self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
+        self._networks = [*map(ipaddress.ip_network, networks)]
 
     def may_write(self, host: str) -> bool:
         """Whether the host with this IP address may send access-log lines."""
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address):
             address = address.ipv4_mapped or address
-        return any(address in network for network in self._networks)
-
-
-def is_loopback(host: str) -> bool:
-    return Senders([]).may_write(host)
+        return address.is_loopback or any(address in network for network in self._networks)
 
 
 # -- outcomes --------------------------------------------------------------------------------------
