@@ -278,8 +278,7 @@ _GUIDES: Final = {
     "Listening, logging and stopping": "[operations](../guide/operations.md), "
     "[TLS](../guide/tls.md), [access](../guide/access.md)",
     "State across restarts": "[restarts](../guide/restarts.md)",
-    "Replicas": "[replicas](../guide/replicas.md)",
-    "Encryption of replica sync": "[replicas](../guide/replicas.md#keys)",
+    "Replicas": "[replicas](../guide/replicas.md), [keys](../guide/replicas.md#keys)",
     "Discovery": "[discovery](../guide/discovery.md)",
     "Requests to replicas and index peers": "[TLS](../guide/tls.md#what-we-ask-of-others)",
     "Allowed endpoints": "[operations](../guide/operations.md#where-it-connects-to)",

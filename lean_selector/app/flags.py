@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin
 
 T = TypeVar("T")
 FILE: Final = "--config"
@@ -91,6 +91,7 @@ def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 class Config:
     """Base class of a program's configuration. A subclass has one field per group of flags."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {}  # by flag, in place of the groups' own
     # Flag -> source of its value: FLAG, the variable, or the file.
     given: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -183,6 +184,7 @@ def fields_of(config: Any) -> Iterator[Field]:
             default = each.default if each.default_factory is MISSING else each.default_factory()
             meaning = " ".join(said.get(each.name, "").split())
             declared: Flag = each.metadata["flag"]
+            default = config.defaults.get(declared.name, default)
             yield Field(declared, meaning, title, part.name, each.name, kind, default)
 
 
@@ -272,6 +274,7 @@ def load(
     given: dict[str, str] = {}
     values: dict[str, dict[str, Any]] = {each.group: {} for each in found}
     for each in found:
+        values[each.group][each.name] = each.default
         name, text = each.flag.name, args[each.flag.name]
         source = where = name
         if text is not None and text != []:
@@ -291,7 +294,7 @@ def load(
         except ValueError as error:
             is_flag = where.startswith("--") or source != FLAG
             parser.error(f"{where}: invalid value `{text}`: {error}" if is_flag else f"{error}")
-    told = {each.flag.name: values[each.group].get(each.name, each.default) for each in found}
+    told = {each.flag.name: values[each.group][each.name] for each in found}
     for each in found:
         name, needs = each.flag.name, [need for need in each.flag.needs if need in told]
         if name not in given or given[name] not in (FLAG, file):

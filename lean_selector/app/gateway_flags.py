@@ -4,17 +4,13 @@ import json
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 from lean_selector.app.flags import flag
 from lean_selector.app.selector_flags import (
-    SESSIONS,
-    HealthFlags,
     PromptsFlags,
     SelectorConfig,
-    SessionsFlags,
 )
-from lean_selector.app.service_flags import ListenFlags
 from lean_selector.gateway.prompt_shapes import PromptSettings
 from lean_selector.http.urls import Url, endpoint_url
 
@@ -40,52 +36,6 @@ def _collector(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayListenFlags(ListenFlags):
-    """Listening, logging and stopping
-
-    drain_s: maximum duration of a shutdown; responses in progress may continue until then
-    """
-
-    port: int = flag(8080, "--port", ge=0, le=65535, common=True)
-    drain_s: float = flag(30.0, "--drain-secs", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayHealthFlags(HealthFlags):
-    """Outlier detection and health checks
-
-    interval_s: interval of HTTP health checks of every worker; `none`: no health checks
-    slow_start_s: after an ejection, increase a worker's share of requests over this time; 0: full
-      share at once
-    """
-
-    interval_s: float | None = flag(5.0, "--worker-health-interval-secs", ge=0.01, none=True)
-    slow_start_s: float = flag(10.0, "--worker-slow-start-secs", ge=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewayPromptsFlags(PromptsFlags):
-    """Raw prompts
-
-    mode: source of the token ids of raw prompts
-    """
-
-    mode: Literal["learn", "tokenize", "local", "off"] = flag("learn", "--prompts", common=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatewaySessionsFlags(SessionsFlags):
-    """Sessions
-
-    mode: soft: prefer the session's rank; if another rank is chosen, the session moves there;
-      hard: always choose the session's rank, however busy (default soft)
-    """
-
-    default_mode: ClassVar = "soft"
-    mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity", needs=SESSIONS)
-
-
-@dataclass(frozen=True, kw_only=True)
 class GatewayFlags:
     """The gateway
 
@@ -94,6 +44,8 @@ class GatewayFlags:
       workers, one for the prefill and one for the decode
     decode: URL of a worker that only decodes; may be repeated
     selector_port: HTTP port of the selector's own API and of the metrics; 0: any free port
+    slow_start_s: after an ejection, increase a worker's share of requests over this time; 0: full
+      share at once
     silence_s: fail a request if its worker sends nothing for this long
     pass_through: which requests are passed to workers besides inference requests, model lists,
       /health and /ready; openai: those of OpenAI's API; all: also the engines' own routes,
@@ -109,6 +61,7 @@ class GatewayFlags:
     decode: list[str] = flag([], "--decode", each=_url)
     selector_port: int = flag(8092, "--selector-port", ge=0, le=65535, common=True)
     pass_through: Literal["openai", "all", "none"] = flag("openai", "--pass-through")
+    slow_start_s: float = flag(10.0, "--worker-slow-start-secs", ge=0)
     silence_s: float = flag(600.0, "--worker-silence-secs", ge=0.001)
     request_timeout_s: float | None = flag(None, "--request-timeout-secs", ge=0.001)
     max_body_mb: int = flag(64, "--max-body-mb", ge=1, le=4096)
@@ -135,11 +88,14 @@ class GatewayFlags:
 class GatewayConfig(SelectorConfig):
     """The configuration of `lean-selector gateway`."""
 
+    defaults = {
+        "--port": 8080,
+        "--drain-secs": 30.0,
+        "--worker-health-interval-secs": 5.0,
+        "--prompts": "learn",
+        "--session-affinity": "soft",
+    }
     gateway: GatewayFlags
-    listen: GatewayListenFlags
-    health: GatewayHealthFlags
-    prompts: GatewayPromptsFlags
-    sessions: GatewaySessionsFlags
 
     def __post_init__(self) -> None:
         super().__post_init__()

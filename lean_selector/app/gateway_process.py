@@ -63,7 +63,7 @@ class Front(Part):
         self._prompts = prompts_of(config.prompt_settings, self._fleet, client)
         self._rotation = Rotation(config.settings.ejection, time.monotonic())
         self._rotation.follow(self._fleet)
-        slow_start_s, status = config.health.slow_start_s, config.overload_status
+        slow_start_s, status = flags.slow_start_s, config.overload_status
         self.chooser = Chooser(core.selector, self._rotation, status, slow_start_s)
         self.counts = Counts()
         self._spans = _spans(flags.otlp_endpoint)

@@ -16,7 +16,7 @@ import zmq.asyncio
 from lean_selector.api.replies import Answer, SlicedAnswers
 from lean_selector.app.host import StartError
 from lean_selector.app.peer_access import credentials_of
-from lean_selector.app.service_flags import ReplicaKeysFlags, ServiceConfig
+from lean_selector.app.service_flags import ReplicaFlags, ServiceConfig
 from lean_selector.core.replication.catch_up import CatchUp, Fate, live_reservation
 from lean_selector.core.replication.events import (
     ReplicaApplier,
@@ -64,14 +64,14 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
     return CurveState(public, len(gate.admitted), gate.refused, gate.last_refused)
 
 
-def replica_gate(context: zmq.asyncio.Context, keys: ReplicaKeysFlags) -> CurveGate:
+def replica_gate(context: zmq.asyncio.Context, flags: ReplicaFlags) -> CurveGate:
     """Return the gate, which admits subscribing replicas by CURVE key. Raises StartError."""
     from zmq.auth.asyncio import AsyncioAuthenticator
 
-    pair = _keys_in(keys.secret_key_file, "--replica-sync-curve-secret-key-file", read_pair)
+    pair = _keys_in(flags.secret_key_file, "--replica-sync-curve-secret-key-file", read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
-    if keys.peer_keys_file is not None:
-        admitted = _keys_in(keys.peer_keys_file, "--replica-sync-curve-peer-keys-file", read_list)
+    if flags.peer_keys_file is not None:
+        admitted = _keys_in(flags.peer_keys_file, "--replica-sync-curve-peer-keys-file", read_list)
     return CurveGate(AsyncioAuthenticator(context), pair, admitted)
 
 
@@ -128,8 +128,8 @@ class Replication(Part):
         self.applier = ReplicaApplier(self.router_id, lookup)
         self._on_applied = on_applied
         gate = None
-        if config.replica_keys.secret_key_file is not None:
-            gate = replica_gate(context, config.replica_keys)
+        if replica.secret_key_file is not None:
+            gate = replica_gate(context, replica)
         try:
             self.sync = ReplicaSync(
                 context,

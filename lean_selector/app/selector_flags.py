@@ -4,7 +4,7 @@ docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
 from lean_selector.app.flags import FLAG, dyn_flag, flag, made_of, whole_number
 from lean_selector.app.service_flags import AccessFlags, ServiceConfig, checked_by, path, url
@@ -37,7 +37,7 @@ _ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
 _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
 _POLLS = ("--worker-health-interval-secs",)
-SESSIONS = ("--session-affinity-ttl-secs",)
+_SESSIONS = ("--session-affinity-ttl-secs",)
 _QUEUE = ("--queue-threshold",)
 _FAIR = ("--queue-fairness",)
 _FOUND = ("--discover", "workers")
@@ -77,12 +77,6 @@ def _bytes(value: str) -> int:
     if not 0 <= number <= _NEVER:
         raise ValueError(f"expected 0 to {_NEVER}")
     return number
-
-
-def _mode(value: str) -> str:
-    if value.lower() in ("tokenize", "local", "off", "learn"):
-        return value.lower()
-    raise ValueError("expected one of tokenize, local, off")
 
 
 # -- the groups ------------------------------------------------------------------------------------
@@ -312,25 +306,20 @@ class SessionsFlags:
     ttl_s: keep a session's requests on one rank, until this long after the session's last
       reservation has ended; unset: sessions are ignored
     mode: hard: always choose the session's rank, however busy; soft: prefer the session's rank; if
-      another rank is chosen, the session moves to that rank (default hard)
+      another rank is chosen, the session moves to that rank
     """
 
-    default_mode: ClassVar = "hard"
     ttl_s: float | None = flag(
         None, "--session-affinity-ttl-secs", ge=1, le=31_536_000, common=True
     )
-    mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity", needs=SESSIONS)
-
-    @property
-    def is_soft(self) -> bool:
-        return (self.mode or self.default_mode) == "soft"
+    mode: Literal["hard", "soft"] = flag("hard", "--session-affinity", needs=_SESSIONS)
 
     @property
     def settings(self) -> SessionSettings | None:
         """Return the settings for sessions, or None if sessions are off."""
         if self.ttl_s is None:
             return None
-        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.is_soft)
+        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.mode == "soft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,12 +381,13 @@ class HealthFlags:
 
     failures: eject a rank temporarily after this many consecutive failed or refused requests; 0:
       never
-    interval_s: interval of HTTP health checks of every worker; unset: no health checks
+    interval_s: interval of HTTP health checks of every worker; `none`: no health checks,
+      the default of the selector
     path: path of the health check at the worker's endpoint; any 2xx is healthy
     """
 
     failures: int = flag(_EJECTION.failures, "--worker-ejection-failures", ge=0, le=2**31)
-    interval_s: float | None = flag(None, "--worker-health-interval-secs", ge=0.01)
+    interval_s: float | None = flag(None, "--worker-health-interval-secs", ge=0.01, none=True)
     path: str = flag("/health", "--worker-health-path", each=_url_path, needs=_POLLS)
 
 
@@ -405,8 +395,8 @@ class HealthFlags:
 class PromptsFlags:
     """Raw prompts
 
-    mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; learn: from
-      responses, which an endpoint picker sees; unset: no /route
+    mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; learn: nobody,
+      token ids are learned from responses (gateway, endpoint picker); unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     ask_from_bytes: tokenize a prompt if at least this many bytes follow the part seen before;
       `none`: never; unset: 0, but with learn (gateway) 16384 where answers contain token ids
@@ -414,7 +404,7 @@ class PromptsFlags:
       kv_transfer_params, which can end an engine's process
     """
 
-    mode: str | None = flag(None, "--prompts", each=_mode)
+    mode: Literal["tokenize", "local", "off", "learn"] | None = flag(None, "--prompts", common=True)
     tokenizer: str | None = flag(None, "--prompts-tokenizer", each=path)
     ask_from_bytes: int | None = flag(
         None, "--prompts-tokenize-from", each=_bytes, needs=("--prompts",)

@@ -106,7 +106,7 @@ class ListenFlags:
       on SIGHUP
     tls_key: key of that certificate (PEM)
     tls_client_ca: require client certificates issued by these authorities (PEM)
-    drain_s: maximum duration of a shutdown
+    drain_s: maximum duration of a shutdown; responses in progress may continue until then
     max_connections: maximum HTTP connections; further connections are answered 503 and closed
     log_level: minimum severity of log lines
     log_format: format of log lines on stderr
@@ -169,6 +169,9 @@ class ReplicaFlags:
       repeated
     discover_http_port: HTTP port at which found replicas' live reservations are copied; unset: the
       same as --port
+    secret_key_file: encrypt replica sync (CURVE) with the key pair in this file
+    peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas use
+      the same key pair
     """
 
     port: int | None = flag(None, "--replica-sync-port", each=port, common=True)
@@ -183,6 +186,10 @@ class ReplicaFlags:
         ge=1,
         le=65535,
         needs=("--replica-sync-discover",),
+    )
+    secret_key_file: str | None = flag(None, _REPLICA_SECRET, each=path, needs=_REPLICA)
+    peer_keys_file: str | None = flag(
+        None, "--replica-sync-curve-peer-keys-file", each=path, needs=(_REPLICA_SECRET,)
     )
 
     def __post_init__(self) -> None:
@@ -200,21 +207,6 @@ class ReplicaFlags:
     def endpoint(self) -> str | None:
         """Return the endpoint of the PUB socket; None if replica sync is off."""
         return self.bind if self.port is None else f"tcp://*:{self.port}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaKeysFlags:
-    """Encryption of replica sync
-
-    secret_key_file: encrypt replica sync (CURVE) with the key pair in this file
-    peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas use
-      the same key pair
-    """
-
-    secret_key_file: str | None = flag(None, _REPLICA_SECRET, each=path, needs=_REPLICA)
-    peer_keys_file: str | None = flag(
-        None, "--replica-sync-curve-peer-keys-file", each=path, needs=(_REPLICA_SECRET,)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +314,6 @@ class ServiceConfig(Config):
     listen: ListenFlags
     state: StateFlags
     replica: ReplicaFlags
-    replica_keys: ReplicaKeysFlags
     finder: FinderFlags
     peers: PeersFlags
     endpoints: EndpointsFlags
@@ -337,14 +328,7 @@ class ServiceConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerListenFlags(ListenFlags):
-    """Listening, logging and stopping"""
-
-    port: int = flag(8091, "--port", ge=0, le=65535, common=True)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrackerConfig(ServiceConfig):
     """The configuration of `lean-slot-tracker`."""
 
-    listen: TrackerListenFlags
+    defaults = {"--port": 8091}

@@ -10,7 +10,7 @@ import zmq.auth
 
 from lean_selector.app.host import StartError
 from lean_selector.app.replication import replica_gate
-from lean_selector.app.service_flags import ReplicaKeysFlags
+from lean_selector.app.service_flags import ReplicaFlags
 from lean_selector.links.curve_keys import CurveGate, read_pair
 
 OF_PEERS = "--replica-sync-curve-peer-keys-file"
@@ -26,7 +26,7 @@ def name(tmp_path: Path) -> str:
 def made(secret: str, peers: str | None, then: Callable[[CurveGate], None]) -> None:
     async def story() -> None:
         with zmq.asyncio.Context() as context:
-            keys = ReplicaKeysFlags(secret_key_file=secret, peer_keys_file=peers)
+            keys = ReplicaFlags(secret_key_file=secret, peer_keys_file=peers)
             gate = replica_gate(context, keys)
             then(gate)
             gate.close()

@@ -15,7 +15,7 @@ from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import encode_response
 from lean_selector.app import host
 from lean_selector.parts import Part
-from lean_selector.app.service_flags import TrackerConfig, TrackerListenFlags
+from lean_selector.app.service_flags import ListenFlags, TrackerConfig
 from lean_selector.tasks import failures
 
 host.TICK_S = 0.001
@@ -45,7 +45,7 @@ async def serve(log_state):
     print(server._listeners[0]._socket.getsockname()[1], flush=True)
     await server.serve(Ticking())
 
-listen = TrackerListenFlags(host="127.0.0.1", port=0, drain_s=0.2, max_connections=10)
+listen = ListenFlags(host="127.0.0.1", port=0, drain_s=0.2, max_connections=10)
 fields = [one for one in dataclasses.fields(TrackerConfig) if one.name not in ("given", "listen")]
 config = TrackerConfig(listen=listen, **{one.name: one.type() for one in fields})
 host.run(config, serve)
