@@ -169,12 +169,6 @@ async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
         return result
 
 
-async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
-    """Return the result of `future`. Raises TimeoutError after `limit_s` s (None: no limit)."""
-    async with asyncio.timeout(limit_s):
-        return await future
-
-
 # -- unsupervised work: callbacks, unawaited tasks, threads, finalisers ----------------------------
 
 

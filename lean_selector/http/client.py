@@ -7,7 +7,7 @@ and `Upstream.sweep` applies the timeouts."""
 
 import asyncio
 import re
-from typing import Final, Protocol, cast
+from typing import Final, NamedTuple, Protocol, cast
 
 import httptools
 
@@ -34,45 +34,32 @@ class MalformedAnswer(Exception):
 # -- the head of an answer -------------------------------------------------------------------------
 
 
-class AnswerHead:
-    """The head of an answer. `lines` has the header lines as received, with a CRLF before each.
-    `body` finds the end of the answer's body."""
+class AnswerHead(NamedTuple):
+    """The head of an answer."""
 
-    def __init__(
-        self,
-        status: int,
-        start: bytes,
-        lines: bytes,
-        body: UnboundedBody,
-        is_chunked: bool,
-        keeps: bool,
-    ) -> None:
-        self.status = status
-        self.start = start  # the status line without its CRLF, always of HTTP/1.1
-        self.lines = lines
-        self.body = body
-        self.is_chunked = is_chunked
-        self.keeps = keeps  # whether the connection can be reused after the body
+    status: int
+    start: bytes  # the status line without its CRLF, always of HTTP/1.1
+    lines: bytes  # the header lines as received, with a CRLF before each
+    body: UnboundedBody  # finds the end of the answer's body
+    is_chunked: bool
+    keeps: bool  # whether the connection can be reused after the body
 
 
 # The header fields that tell where an answer ends.
 _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
 
 
-class _Judged:
+class _Judged(NamedTuple):
     """The parts of an answer's head that do not depend on the request. Cached, because a server's
     answers often have equal heads."""
 
-    def __init__(self, status: int, text: bytes, keeps: bool) -> None:
-        start, _, rest = text.partition(b"\r\n")
-        self.status = status
-        # A proxy sends its own version (RFC 9110 section 2.5): what it adds is of HTTP/1.1.
-        self.start = b"HTTP/1.1" + start[8:] + (b" " if len(start) == 12 else b"")
-        self.lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
-        self.keeps = keeps
-        self.is_chunked = False
-        self.length = -1  # content length; -1: not given
-        self.fault = ""  # why the end of the body is unknown
+    status: int
+    start: bytes
+    lines: bytes
+    is_chunked: bool
+    length: int  # content length; -1: not given
+    fault: str  # why the end of the body is unknown
+    keeps: bool
 
 
 _judged: Final[dict[bytes, _Judged]] = {}  # by the bytes of the head
@@ -131,19 +118,22 @@ def _judge(text: bytes) -> _Judged:
     options = fields.get(b"connection", b"").lower()
     is_http11 = parser.get_http_version() == "1.1"
     keeps = b"close" not in options and (is_http11 or b"keep-alive" in options)
-    judged = _Judged(status, text, keeps)
-    coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+    coding, length_text = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+    length, fault = -1, ""
     if coding is not None:
-        judged.is_chunked = True
-        judged.keeps &= is_http11  # chunks are not of HTTP/1.0 (RFC 9112 section 6.1)
+        keeps &= is_http11  # chunks are not of HTTP/1.0 (RFC 9112 section 6.1)
         if coding.strip().lower() != b"chunked":
-            judged.fault = "the answer has a transfer coding that is not chunked"
-    elif length is not None:
-        if length.strip().isdigit():
-            judged.length = int(length)
+            fault = "the answer has a transfer coding that is not chunked"
+    elif length_text is not None:
+        if length_text.strip().isdigit():
+            length = int(length_text)
         else:
-            judged.fault = "the answer has more than one length"
-    return judged
+            fault = "the answer has more than one length"
+    first, _, rest = text.partition(b"\r\n")
+    # A proxy sends its own version (RFC 9110 section 2.5): what it adds is of HTTP/1.1.
+    start = b"HTTP/1.1" + first[8:] + (b" " if len(first) == 12 else b"")
+    lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
+    return _Judged(status, start, lines, coding is not None, length, fault, keeps)
 
 
 # -- connections -----------------------------------------------------------------------------------

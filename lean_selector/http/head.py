@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -170,23 +169,26 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
             return HttpError(400, "malformed request line")
         return HttpError(505, "only HTTP/1.0 and HTTP/1.1 are supported")
     is_http10 = text.startswith(b"1.0")
-    header_count = text.count(b"\r\n") - 2
-    if header_count > _MAX_HEADERS:
+    if text.count(b"\r\n") - 2 > _MAX_HEADERS:
         return HttpError(431, f"more than {_MAX_HEADERS} request headers")
-    first_values: dict[bytes, bytes] = {}
+    fields: dict[bytes, bytes] = {}
+    hosts = 0
+
+    def take(name: bytes, value: bytes) -> None:
+        nonlocal hosts
+        # llhttp keeps trailing blanks, which are not part of a value (RFC 9110 section 5.5). The
+        # values of a repeated field are joined with commas (section 5.3).
+        name, value = name.lower(), value.strip(b" \t")
+        hosts += name == b"host"
+        fields[name] = fields[name] + b", " + value if name in fields else value
+
     is_upgrade = False
-    head = b"POST / HTTP/" + text
     try:
-        httptools.HttpRequestParser(HeaderCollector(first_values.setdefault)).feed_data(head)
+        httptools.HttpRequestParser(HeaderCollector(take)).feed_data(b"POST / HTTP/" + text)
     except httptools.HttpParserUpgrade:
         is_upgrade = True
     except httptools.HttpParserError as error:
         return HttpError(400, f"malformed request header: {error}".replace('"', "'"))
-    # llhttp keeps trailing blanks, which are not part of a value (RFC 9110 section 5.5).
-    fields = {name.lower(): value.strip(b" \t") for name, value in first_values.items()}
-    hosts = 1 if b"host" in fields else 0
-    if len(fields) != header_count:
-        fields, hosts = _merged_fields(head)
     # RFC 9112 section 3.2. If there are two hosts, a proxy may route the request by the other one.
     if hosts > 1 or (hosts == 0 and not is_http10):
         return HttpError(400, "exactly one host header is required")
@@ -199,23 +201,6 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
         if coding.lower() != b"chunked":
             return HttpError(501, "transfer-encoding is not supported, except chunked")
     return block_of(fields, is_http10, is_upgrade)
-
-
-def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
-    """Return the header fields of a request's head, and the number of `host` lines. The values of a
-    repeated field are joined with commas (RFC 9110 section 5.3)."""
-    fields: dict[bytes, bytes] = {}
-    hosts = 0
-
-    def merge(name: bytes, value: bytes) -> None:
-        nonlocal hosts
-        name, value = name.lower(), value.strip(b" \t")
-        hosts += name == b"host"
-        fields[name] = fields[name] + b", " + value if name in fields else value
-
-    with suppress(httptools.HttpParserUpgrade):
-        httptools.HttpRequestParser(HeaderCollector(merge)).feed_data(head)
-    return fields, hosts
 
 
 # -- the authorization line ------------------------------------------------------------------------

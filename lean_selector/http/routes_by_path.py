@@ -11,7 +11,7 @@ from urllib.parse import unquote_to_bytes
 T = TypeVar("T")
 
 _PERCENT: Final = 0x25
-
+_TAIL: Final = b"/*"  # stands for the text behind a parameter that is the rest of the path
 
 # The value of the route, and the raw path parameter; None for literal paths.
 Match = tuple[T, bytes | None]
@@ -50,7 +50,6 @@ class RouteTable(Generic[T]):
         self._literal: dict[bytes, _Resource[T]] = {}
         # First segment -> text after the parameter and its slash (None: no text) -> resource.
         self._parametric: dict[bytes, dict[bytes | None, _Resource[T]]] = {}
-        self._tails: dict[bytes, _Resource[T]] = {}  # by the first segment
         for method, template, value in routes:
             self._resource(template).add(method.encode(), value)
 
@@ -61,10 +60,10 @@ class RouteTable(Generic[T]):
             return self._literal.setdefault(template.encode(), _Resource())
         if at != [2]:
             raise ValueError(f"{template} has a parameter elsewhere than in its second segment")
-        if segments[2].endswith("*}") and len(segments) == 3:
-            return self._tails.setdefault(segments[1].encode(), _Resource())
         behind = self._parametric.setdefault(segments[1].encode(), {})
         rest = "/".join(segments[3:]).encode() if len(segments) > 3 else None
+        if segments[2].endswith("*}"):
+            rest = _TAIL
         return behind.setdefault(rest, _Resource())
 
     def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | None:
@@ -75,29 +74,19 @@ class RouteTable(Generic[T]):
         segments = path.split(b"/", 3)
         behind = self._parametric.get(segments[1]) if len(segments) > 2 else None
         if behind is None:
-            return self._with_tail(method, path, segments)
-        param = segments[2]
+            return None
+        param, resource = segments[2], behind.get(_TAIL)
         # An empty parameter matches between slashes, as in the reference, not at a path's end.
-        if len(segments) > 3:
+        if resource is not None:
+            param = path[len(segments[1]) + 2 :]
+        elif len(segments) > 3:
             resource = behind.get(segments[3])
-        else:
-            resource = behind.get(None) if param else None
+        elif param:
+            resource = behind.get(None)
         if resource is None:
             return None
         found = resource.by_method.get(method)
         return resource.method_not_allowed if found is None else (found[0], param)
-
-    def _with_tail(
-        self, method: bytes, path: bytes, segments: list[bytes]
-    ) -> Match[T] | MethodNotAllowed | None:
-        """Match a path against templates with `{path*}`; the parameter is the rest of the path."""
-        resource = self._tails.get(segments[1]) if len(segments) > 2 else None
-        if resource is None:
-            return None
-        found = resource.by_method.get(method)
-        if found is None:
-            return resource.method_not_allowed
-        return found[0], path[len(segments[1]) + 2 :]
 
 
 def percent_decode(segment: bytes) -> str:
