@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
+from lean_selector.core.hashing import u64s
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import remember_salt
 from lean_selector.core.index.shapes import LearnedFacts, StoreResult
@@ -246,9 +247,8 @@ class Recovery:
             if partition is None:
                 return False
             event, index = ready.pop(), partition.index
-            result = index.store(
-                *rank, event.tier, event.parent_hash, event.block_hashes, event.local_hashes
-            )
+            names = u64s(len(event.block_hashes)).pack(*event.block_hashes)
+            result = index.store(rank, event.tier, event.parent_hash, names, event.local_hashes)
             if result is StoreResult.STORED:
                 index.learn(rank).is_tentative = True
                 _store_again(index, event, rank in dumped.watermarks)
@@ -288,7 +288,7 @@ def _store_again(index: KvIndex, event: StoredBlocks, is_exact: bool) -> None:
         name, others = event.block_hashes[at], again[at] if at < len(again) else ()
         local = event.local_hashes[at << 3 : (at + 1) << 3]
         for other in others:
-            index.store(*key, tier, parent, (other,), local, counted=is_exact)
+            index.store(key, tier, parent, other.to_bytes(8, "little"), local, counted=is_exact)
         salt = salts[at] if at < len(salts) else None
         if salt is not None:
             known = index.learn(key).salts.setdefault(tier, OrderedDict())

@@ -363,12 +363,15 @@ class Simulation:
                 continue
             index = router.partition.index
             if made.evicted:
-                index.remove(*key, Tier.DEVICE, made.evicted)
+                names = u64s(len(made.evicted)).pack(*made.evicted)
+                index.remove(key, Tier.DEVICE, names)
             for request in made.first_tokens:
                 at, end = request.hit, request.held
                 parent = request.chain[at - 1] if at else None
                 local = request.local_hashes[8 * at : 8 * end]
-                index.store(*key, Tier.DEVICE, parent, request.chain[at:end], local)
+                if local:
+                    names = u64s(end - at).pack(*request.chain[at:end])
+                    index.store(key, Tier.DEVICE, parent, names, local)
         for request in made.first_tokens:
             reservations = self._router_of(request).selector.reservations
             if request.whole is not None:

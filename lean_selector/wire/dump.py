@@ -15,6 +15,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from lean_selector.core.index.engine_hashes import is_chain
 from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier, Watermark
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankKey
@@ -232,6 +233,8 @@ def _event(read: TierEvent) -> StoredBlocks:
     if parent_hash is not None:
         _hashes([parent_hash])
     names = _hashes([block.block_hash for block in blocks])
+    if not names or not is_chain(parent_hash, names):
+        raise BadEvent("no blocks, or a block_hash occurs twice, or is the parent's")
     local = struct.pack(f"<{len(blocks)}Q", *_hashes([block.tokens_hash for block in blocks]))
     learned = LearnedBlocks() if read.learned is UNSET else read.learned
     for again in learned.again or ():

@@ -12,6 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX, packed_tokens, unmarked_salt
 from lean_selector.core.hashing import u64s as u64s_struct
+from lean_selector.core.index.engine_hashes import is_chain
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     BlockRemoved,
@@ -119,8 +120,7 @@ def stored_record(
         packed = packed_tokens(tokens if len(tokens) <= wanted else tokens[:wanted])
     except ValueError:
         packed, fault = b"", "bad_tokens"
-    distinct: set[int] | list[int] = set(hashes) if count > 1 else hashes
-    if fault is None and (len(distinct) < count or parent in distinct):
+    if fault is None and not is_chain(parent, hashes):
         fault = "self_reference"
     return BlockStored(
         u64s_struct(count).pack(*hashes),

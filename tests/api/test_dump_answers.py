@@ -15,6 +15,7 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.http.response import PendingReply
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import Sources
 from tests.support.gates import Turns
 
@@ -55,7 +56,7 @@ class Dumps:
         partition = self.catalog.recovered_partition((model_name, "t"), 4)
         assert partition is not None
         local = b"".join(name.to_bytes(8, "little") for name in hashes)
-        partition.index.store(worker_id, 0, Tier.DISK, None, hashes, local)
+        store_blocks(partition.index, (worker_id, 0), Tier.DISK, None, hashes, local)
 
     def fill(self) -> None:
         for worker_id in (1, 2):

@@ -18,6 +18,7 @@ from lean_selector.core.index.shapes import Tier
 from lean_selector.core.index.upper_runs import MOST_CHILDREN, upper_runs
 from lean_selector.core.selection.watch import EVERY_S, MOST_KEPT, ChoiceWatch
 from lean_selector.http.response import PendingReply
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import pack
 from tests.support.gates import (
     NOW,
@@ -74,7 +75,7 @@ class Looked:
 
     def store(self, worker_id: int, hashes: list[int]) -> None:
         index = self.selector.catalog.partitions["m", "default"].index
-        index.store(worker_id, 0, Tier.DEVICE, None, hashes, pack(hashes))
+        store_blocks(index, (worker_id, 0), Tier.DEVICE, None, hashes, pack(hashes))
 
     def eject(self, worker_id: int) -> None:
         for _ in range(3):

@@ -15,6 +15,7 @@ from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.gateway.access_logs import LogEnds
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.running_service import RunningService
 
@@ -152,7 +153,7 @@ def test_a_line_of_an_access_log_tells_who_served_a_request(tmp_path: Path) -> N
     logged = LoggedSelector(tmp_path / "log")
     logged.log.keeps_matches = True
     logged.register(2)
-    logged.partition.index.store(2, 0, Tier.DEVICE, None, [11], pack([1]))
+    store_blocks(logged.partition.index, (2, 0), Tier.DEVICE, None, [11], pack([1]))
     for name in ("elsewhere", "here", "unknown"):
         logged.book(name, hashes=[1, 2], pin=(1, 0))
     lines = LogEnds(
@@ -184,7 +185,7 @@ def test_a_pair_is_one_line(tmp_path: Path) -> None:
     logged = LoggedSelector(tmp_path / "log")
     logged.register(1, worker_role="prefill")
     logged.register(2, worker_role="decode")
-    logged.partition.index.store(1, 0, Tier.DEVICE, None, [1], pack([1]))
+    store_blocks(logged.partition.index, (1, 0), Tier.DEVICE, None, [1], pack([1]))
     logged.book("a", hashes=[1, 2], isl_tokens=512, disaggregate="always")
     logged.selector.reservations.end("a", "ok", 4, 1.0)
     logged.log.close()

@@ -17,6 +17,7 @@ from lean_selector.wire import kv_events
 from lean_selector.wire.kv_event_shapes import MAX_BATCH_EVENTS, SLICE_EVENTS
 from lean_selector.wire.kv_events import WINDOW_BYTES
 from lean_selector.wire.packed_events import packed_batch
+from tests.support.blocks import remove_blocks
 from tests.support.kv_batches import small_windows
 
 encode = msgspec.msgpack.encode
@@ -215,7 +216,7 @@ def test_any_messages_leave_the_source_in_order_and_its_counts_right(
             mark = 10_000 + at
             source.take(stored(mark), rank=77)
             strays = source.index.of_strays(0)  # what a source of rank 0 stores for others
-            assert strays.remove(7, 77, Tier.DEVICE, [mark]) == 1
+            assert remove_blocks(strays, (7, 77), Tier.DEVICE, [mark]) == 1
 
 
 # What one rank hears of: chains below other chains, names that come again, removals of what is

@@ -10,6 +10,7 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events.subscriptions import SWEEP_SLICE_S, IndexSweeps
 from lean_selector.links.turns import Turns
+from tests.support.blocks import store_blocks
 from tests.support.on_loop import on_loop
 
 
@@ -114,7 +115,7 @@ async def test_an_index_is_taken_apart_while_the_loop_serves_though_its_owner_le
 ):
     index = KvIndex(16, on_sweep=IndexSweeps().start)
     for name in range(20_000):
-        index.store(1, 0, Tier.DEVICE, None, [name], pack("<Q", name))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, [name], pack("<Q", name))
     trie = index._device.trie
     index.abandon()
     del index

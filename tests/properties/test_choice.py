@@ -45,6 +45,7 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.settings import API_1_3, API_1_6
 from tests.support import naive_choice
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import Sources, pack, teach
 from tests.support.reservations import book
 
@@ -114,13 +115,13 @@ class Fleet(msgspec.Struct, frozen=True):
             for tier, blocks in enumerate((state.device, state.host, state.disk)):
                 parent = PATH[held - 1] if held else None
                 names = PATH[held : held + blocks]
-                partition.index.store(*rank, Tier(tier), parent, names, pack(names))
+                store_blocks(partition.index, rank, Tier(tier), parent, names, pack(names))
                 held += len(names)
             if state.believed:
                 if partition.predicted is None:
                     partition.predicted = partition.index.empty_copy()
                 names = PATH[: state.believed]
-                partition.predicted.store(*rank, Tier.DEVICE, None, names, pack(names))
+                store_blocks(partition.predicted, rank, Tier.DEVICE, None, names, pack(names))
             if self.seconds_per_token:
                 load = partition.slots.ranks[rank]
                 seconds = self.seconds_per_token[number % len(self.seconds_per_token)]

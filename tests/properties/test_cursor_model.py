@@ -23,6 +23,7 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events.batch_work import BatchWork
+from tests.support.blocks import remove_blocks
 
 BLOCKS = 30
 MOST_TURNS = 500  # until a sound source has settled
@@ -139,7 +140,7 @@ class Listener:
             for block in range(BLOCKS, 0, -1):
                 while self.holds(tier, block):
                     found[tier, block] += 1
-                    self.index.remove(*RANK, tier, [block])
+                    remove_blocks(self.index, RANK, tier, [block])
         return found
 
     def connected(self) -> None:

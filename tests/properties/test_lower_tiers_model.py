@@ -20,6 +20,7 @@ from tests.properties.test_kv_index_model import (
     check_matches,
     is_pristine,
 )
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 
 PATHS = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 7, 8, 9), (1, 2, 1, 2, 1, 2)]
@@ -59,7 +60,7 @@ class Fleet:
         names = [chained_name(path[: at + 1], seed) for at in range(start, start + len(local))]
         assert None not in names
         told: list[int] = [name for name in names if name is not None]
-        self.index.store(*key, tier, parent, told, pack(local))
+        store_blocks(self.index, key, tier, parent, told, pack(local))
         if tier == Tier.DEVICE:
             self.models[key].store(parent, told, local)
         else:
@@ -70,7 +71,7 @@ class Fleet:
         for at in range(start, min(len(path), start + blocks)):
             name = chained_name(path[: at + 1], seed)
             assert name is not None
-            removed = self.index.remove(*key, tier, [name])
+            removed = remove_blocks(self.index, key, tier, [name])
             model = self.models[key]
             if tier == Tier.DEVICE:
                 assert removed == model.remove(name)

@@ -30,6 +30,7 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.core.settings import EjectionSettings
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import Sources, pack, prompt_of
 from tests.support.naive_choice import Candidate, Matches, candidates, not_busy, rank_costs
 from tests.support.reservations import book
@@ -290,7 +291,7 @@ class QueueMachine(RuleBasedStateMachine):
 
             def store(each: Selector) -> None:
                 index = each.catalog.partitions[KEY].index
-                index.store(1, 0, Tier.DEVICE, None, PATH[:2], pack(PATH[:2]))
+                store_blocks(index, (1, 0), Tier.DEVICE, None, PATH[:2], pack(PATH[:2]))
 
             self.both(store)
         self.after_event()

@@ -25,6 +25,7 @@ from lean_selector.links.names import Resolver
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
 from lean_selector.replicas.recovery import Recovery, log_discarded
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.replaying_engine import BLOCK_SIZE as SIZE
@@ -563,7 +564,7 @@ async def test_copies_of_a_dump_without_a_watermark_do_not_count(of: Service) ->
     (block,) = as_engine(1)
     assert isinstance(block, dict)
     await recovered(of, block | {"learned": {"again": [[1, 1]]}})
-    assert of.index.remove(1, 0, Tier.DEVICE, [1]) == 1
+    assert remove_blocks(of.index, (1, 0), Tier.DEVICE, [1]) == 1
 
 
 @inside(service)
@@ -663,7 +664,9 @@ async def test_blocks_of_workers_that_never_register_are_forgotten_after_a_while
         of, stored(1, 2), stored(1, 2, worker_id=8), stored(3, worker_id=8), watermarks=marks
     )
     of.register()
-    of.index.store(1, 5, Tier.DEVICE, None, [1], prompt(1))  # a rank that its worker does not have
+    store_blocks(
+        of.index, (1, 5), Tier.DEVICE, None, [1], prompt(1)
+    )  # a rank that its worker does not have
     await recovery.forget_unclaimed(0.0)
     assert of.index.ranks() == [(1, 0)]
     assert of.blocks() == 2

@@ -190,7 +190,9 @@ BLOCK = {"block_hash": 1, "tokens_hash": 2}
 
 
 def test_what_may_be_left_out_has_its_default_and_unknown_keys_are_passed_over() -> None:
-    found = decode_event(Raw(b'{"worker_id":9,"event":{"data":{"stored":{"blocks":[]}}}}'))
+    blocks = b'[{"block_hash":1,"tokens_hash":2}]'
+    raw = Raw(b'{"worker_id":9,"event":{"data":{"stored":{"blocks":%b}}}}' % blocks)
+    found = decode_event(raw)
     assert (found.worker_id, found.dp_rank, found.tier) == (9, 0, Tier.DEVICE)
     assert found.parent_hash is None
     extra = {**BLOCK, "mm_extra_info": {"mm_objects": []}, "x": 1}
@@ -214,6 +216,7 @@ def test_what_may_be_left_out_has_its_default_and_unknown_keys_are_passed_over()
         event(stored({"block_hash": "1", "tokens_hash": 2})),
         event(stored({"block_hash": 1})),
         event(stored(BLOCK, parent_hash=-1)),
+        *(event(stored()), event(stored(BLOCK, BLOCK)), event(stored(BLOCK, parent_hash=1))),
         *(event({"removed": {"block_hashes": [1]}}), event({"cleared": None})),
         *(event({"stored": None}), event({"moved": {}}), event("stored"), event(None)),
     ],

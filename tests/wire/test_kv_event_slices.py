@@ -15,6 +15,7 @@ from lean_selector.wire import kv_events
 from lean_selector.wire.kv_event_records import PART_BLOCKS
 from lean_selector.wire.kv_event_shapes import SLICE_EVENTS
 from lean_selector.wire.kv_events import NotABatch, batch_slices, decode_small
+from tests.support.blocks import store_blocks
 from tests.support.kv_batches import small_windows
 
 encode = msgspec.msgpack.encode
@@ -190,7 +191,7 @@ def test_the_parts_of_an_event_say_what_it_says(lookahead: object, eagle: bool) 
     for blocks in (30, 4):
         index = KvIndex(2)
         ingest = KvIngest(index, 1, 0, is_eagle=eagle or lookahead is not None)
-        index.store(1, 0, Tier.DEVICE, None, [99], bytes(8))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, [99], bytes(8))
         with small_windows(240, blocks=blocks):
             for batch in slices(encode([1.5, [event], 0])):
                 ingest.apply(batch)

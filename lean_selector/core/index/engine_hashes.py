@@ -24,6 +24,15 @@ NOWHERE: Final = -1
 NO_NAME: Final = bytes(8)
 
 
+def is_chain(parent_hash: int | None, hashes: Sequence[int]) -> bool:
+    """Whether engine hashes differ from each other and from the parent's, as those of consecutive
+    blocks do."""
+    if len(hashes) == 1:
+        return hashes[0] != parent_hash
+    distinct = set(hashes)
+    return len(distinct) == len(hashes) and parent_hash not in distinct
+
+
 class EngineHashes:
     """Engine hashes (names) of one rank's blocks, and their addresses in the trie. For each strand
     (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,

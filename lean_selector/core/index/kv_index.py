@@ -17,7 +17,7 @@ block. After the newer block is removed, the hash stands for the older block aga
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from lean_selector.core.hashing import IS_COMPILED, u64s
+from lean_selector.core.hashing import IS_COMPILED
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict
@@ -245,42 +245,19 @@ class KvIndex:
 
     def store(
         self,
-        worker_id: int,
-        dp_rank: int,
-        tier: Tier,
-        parent_hash: int | None,
-        block_hashes: Sequence[int],
-        local_hashes: bytes,
-        counted: bool = False,
-    ) -> StoreResult:
-        """Apply a `stored` event: blocks after the block `parent_hash` (None: start of a prompt).
-
-        Hashes are u64. If the lists have different lengths, the surplus is ignored. If the rank
-        then exceeds its limit, its oldest blocks are evicted. If `counted`, each block that
-        the rank already held needs one more `removed` event from now on, before it is dropped."""
-        if not local_hashes or not block_hashes:
-            return StoreResult.EMPTY
-        distinct = set(block_hashes)
-        if parent_hash in distinct or len(distinct) != len(block_hashes):
-            return StoreResult.SELF_REFERENCE
-        names = u64s(len(block_hashes)).pack(*block_hashes)
-        if len(names) != len(local_hashes):
-            end = min(len(names), len(local_hashes) & ~7)
-            names, local_hashes = names[:end], local_hashes[:end]
-        key = (worker_id, dp_rank)
-        return self.store_chain(key, tier, parent_hash, names, local_hashes, counted)
-
-    def store_chain(
-        self,
         key: RankKey,
         tier: Tier,
         parent_hash: int | None,
         names: bytes,
         local_hashes: bytes,
-        counted: bool,
+        counted: bool = False,
     ) -> StoreResult:
-        """Like `store`, for packed hashes. There must be at least one engine hash (`names`), and
-        equally many local hashes. Engine hashes must differ from each other and the parent."""
+        """Apply a `stored` event: blocks after the block `parent_hash` (None: start of a prompt).
+
+        `names` has the blocks' engine hashes, which must satisfy `is_chain`; at least one, and as
+        many as local hashes. If the rank then exceeds its limit, its oldest blocks are evicted. If
+        `counted`, each block that the rank already held needs one more `removed` event from now on,
+        before it is dropped."""
         blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
@@ -350,13 +327,9 @@ class KvIndex:
             assert rank is not None
             rank.device.names.take_copy(name)
 
-    def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
-        """Apply a `removed` event to a rank. Return how many of the blocks were dropped."""
-        names = u64s(len(block_hashes)).pack(*block_hashes)
-        return self.remove_blocks((worker_id, dp_rank), tier, names)
-
-    def remove_blocks(self, key: RankKey, tier: Tier, names: bytes) -> int:
-        """Like `remove`, for packed engine hashes."""
+    def remove(self, key: RankKey, tier: Tier, names: bytes) -> int:
+        """Apply a `removed` event to a rank's blocks with these engine hashes, 8 bytes each. Return
+        how many of the blocks were dropped."""
         rank = self._ranks.get(key)
         if rank is None:
             return 0

@@ -314,7 +314,7 @@ class KvIngest:
                 return
         may_report = tier is _DEVICE and (parent is None or parent == rank.announced_end)
         before = self._index.blocks(*key, tier) if may_report else 0
-        result = self._index.store_chain(key, tier, parent, names, local, counted)
+        result = self._index.store(key, tier, parent, names, local, counted)
         if result is not _STORED:
             self._refuse(result.name.lower())
             return
@@ -345,7 +345,7 @@ class KvIngest:
             there = {leading[at : at + 8] for at in range(0, len(leading), 8)}
             each = [names[at : at + 8] for at in range(0, len(names), 8)]
             following = b"".join([name for name in each if name not in there])
-            self._index.remove_blocks(self._key, tier, following)
+            self._index.remove(self._key, tier, following)
 
     def _is_wanted(self, rank: LearnedFacts, event: BlockStored) -> bool:
         """Whether to apply a stored event, judging by its KV cache group, block size and tier. If
@@ -448,7 +448,7 @@ class KvIngest:
         if turn is Turn.LATE or turn is Turn.AGAIN:
             due = self.out_of_turn.pay(self.dp_rank, tier, names)
             if due:
-                self._index.remove_blocks(self._key, tier, due)
+                self._index.remove(self._key, tier, due)
 
     def _remove(self, rank: LearnedFacts, event: BlockRemoved) -> None:
         tier, group = event.tier, event.group_idx
@@ -465,7 +465,7 @@ class KvIngest:
         if self._is_out:
             self.counts.blocks_removed += self._remove_early(tier, names)
         else:
-            self.counts.blocks_removed += self._index.remove_blocks(self._key, tier, names)
+            self.counts.blocks_removed += self._index.remove(self._key, tier, names)
         if rank.salts:
             self._forget_salts_of(rank, tier, names)
 
@@ -476,7 +476,7 @@ class KvIngest:
         for at in range(0, len(names), 8):
             name = int.from_bytes(names[at : at + 8], "little")
             if self._index.knows(self._key, tier, name):
-                removed += self._index.remove_blocks(self._key, tier, names[at : at + 8])
+                removed += self._index.remove(self._key, tier, names[at : at + 8])
             else:
                 self.out_of_turn.owe(self.dp_rank, tier, name)
         return removed

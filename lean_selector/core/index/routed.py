@@ -13,9 +13,10 @@ that has no other blocks. Callers pass the current time. D40."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from struct import unpack
 from typing import Final
 
+from lean_selector.core.hashing import u64s
+from lean_selector.core.index.engine_hashes import is_chain
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
@@ -106,8 +107,8 @@ class RoutedPrompts:
             self._forget_oldest(key, rank)
         start = len(names) - new_blocks * HASH_BYTES
         parent = int.from_bytes(names[start - HASH_BYTES : start], "little") if start else None
-        chain = unpack(f"<{new_blocks}Q", names[start:])
-        self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
+        if is_chain(parent, u64s(new_blocks).unpack(names[start:])):
+            self.index.store(key, Tier.DEVICE, parent, names[start:], local_hashes[start:])
 
     def take_back(self, key: RankKey, names: bytes) -> None:
         """Undo one `add`, because the rank computed nothing of the prompt."""
@@ -175,7 +176,7 @@ class RoutedPrompts:
         gone = rank.trie.remove(run, _ALONE, self._no_weights)
         if gone:
             rank.blocks -= gone
-            self.index.remove_blocks(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
+            self.index.remove(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
 
     def drop_rank(self, key: RankKey) -> None:
         """Drop the prompts of a rank that was removed or whose cache was emptied."""

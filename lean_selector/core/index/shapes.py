@@ -47,10 +47,8 @@ class StoreResult(IntEnum):
     """The result of a stored event. If it is not STORED, nothing has changed."""
 
     STORED = 0
-    EMPTY = 1
-    SELF_REFERENCE = 2
-    UNKNOWN_PARENT = 3
-    FULL = 4  # the limit of some 4 million runs is reached
+    UNKNOWN_PARENT = 1
+    FULL = 2  # the limit of some 4 million runs is reached
 
 
 class Matched(msgspec.Struct, frozen=True, gc=False):

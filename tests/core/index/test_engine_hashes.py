@@ -9,11 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict
+from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict, is_chain
 from lean_selector.core.index.hashes_packed import HashesPacked
 from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK, STRAND_BLOCKS
 from tests.support.driven_selector import pack
+
+
+@pytest.mark.parametrize(
+    ("parent", "hashes", "follow"),
+    [
+        (None, [11, 12], True),
+        (0, [11], True),
+        (None, [11, 12, 11], False),
+        (12, [11, 12], False),
+        (11, [11], False),
+    ],
+)
+def test_hashes_of_consecutive_blocks_differ(
+    parent: int | None, hashes: list[int], follow: bool
+) -> None:
+    assert is_chain(parent, hashes) is follow
+
 
 # 0 stands in a row as nothing does; the others share bytes and low bits.
 NAMES = [0, 1, 2, 3, 33, 65, 256, 1 << 56, 2**64 - 1, *range(100, 110)]

@@ -6,6 +6,7 @@ import pytest
 from lean_selector.core.index import holes, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -21,7 +22,7 @@ def positions_kept(index: KvIndex) -> int:
 
 
 def store(index: KvIndex, worker: int, local: list[int], parent: int | None = None) -> None:
-    index.store(worker, 0, Tier.DEVICE, parent, local, pack(local))
+    store_blocks(index, (worker, 0), Tier.DEVICE, parent, local, pack(local))
 
 
 def prompt(number: int, blocks: int = LENGTH) -> list[int]:
@@ -53,7 +54,7 @@ def test_an_engine_that_keeps_only_the_ends_of_prompts_does_not_take_memory_for_
     for number in range(2_000):
         local = prompt(number)
         store(index, 1, local)
-        index.remove(1, 0, Tier.DEVICE, local[:-1])
+        remove_blocks(index, (1, 0), Tier.DEVICE, local[:-1])
         held = index.total_blocks
         # Between two reviews: what one left, half of its blocks gone, and a thousand more.
         assert positions_kept(index) <= 8 * held + 2 * 4_000 + 2 * (1_000 + LENGTH)
@@ -70,7 +71,7 @@ def test_a_start_that_nobody_holds_goes_with_the_little_that_hangs_on_it() -> No
     store(index, 1, local)
     store(index, 2, local)
     for worker in (1, 2):
-        index.remove(worker, 0, Tier.DEVICE, local[:4_900])
+        remove_blocks(index, (worker, 0), Tier.DEVICE, local[:4_900])
     assert len(index._device.trie.strands) == 5
     review(index)
     assert index.is_empty
@@ -85,10 +86,10 @@ def test_a_start_that_nobody_holds_stays_for_the_much_that_hangs_on_it() -> None
     system = prompt(1)
     for number in range(2, 30):
         store(index, 1, system + prompt(number))
-    index.remove(1, 0, Tier.DEVICE, system)
+    remove_blocks(index, (1, 0), Tier.DEVICE, system)
     for number in range(30, 130):  # starts that are too much for what is left below them
         store(index, 1, prompt(number))
-        index.remove(1, 0, Tier.DEVICE, prompt(number)[:-1])
+        remove_blocks(index, (1, 0), Tier.DEVICE, prompt(number)[:-1])
     review(index)
     assert index.evicted == 100
     store(index, 1, system)
@@ -103,7 +104,7 @@ def test_the_ends_of_rows_that_others_share_are_given_back_without_an_eviction()
     for worker in range(1, 20):
         store(index, worker, local)
         if worker > 1:
-            index.remove(worker, 0, Tier.DEVICE, local[2:])
+            remove_blocks(index, (worker, 0), Tier.DEVICE, local[2:])
     assert positions_kept(index) > 19 * LENGTH
     review(index)
     assert positions_kept(index) <= 2 * LENGTH + 18 * 2
@@ -125,7 +126,7 @@ def test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed(
                 store(index, worker, prompt(number, 400))
         for number in range(prompts):
             for worker in range(ranks):
-                index.remove(worker, 0, Tier.DEVICE, prompt(number, 400)[:300])
+                remove_blocks(index, (worker, 0), Tier.DEVICE, prompt(number, 400)[:300])
         index._start_review()
         lines = []
         while index.sweep(0):
@@ -145,10 +146,10 @@ def test_a_review_comes_after_many_blocks_were_dropped_by_whatever_way(
         index = KvIndex(16)
         store(index, 1, prompt(1))
         store(index, 2, prompt(1))
-        index.remove(2, 0, Tier.DEVICE, prompt(1)[:-1])  # one fewer than makes a review
+        remove_blocks(index, (2, 0), Tier.DEVICE, prompt(1)[:-1])  # one fewer than makes a review
         assert index.blocks(2, 0, Tier.DEVICE) == 1
         if way == "remove":
-            index.remove(1, 0, Tier.DEVICE, prompt(1))
+            remove_blocks(index, (1, 0), Tier.DEVICE, prompt(1))
         elif way == "clear":
             index.clear(1, 0)
         else:
@@ -167,7 +168,7 @@ def test_a_start_of_very_many_runs_that_nobody_holds_is_looked_at_for_a_bounded_
     for at in range(1, depth + 1):  # a leaf on each 4 blocks: these are a run
         store(index, 1, [*trunk[: 4 * at], 90_000_000 + at])
     store(index, 2, prompt(2))
-    index.remove(1, 0, Tier.DEVICE, trunk)
+    remove_blocks(index, (1, 0), Tier.DEVICE, trunk)
     review(index)
     # Each leaf had 4 blocks above it that nobody holds, in the label and in the row.
     assert (index.total_blocks, index.evicted) == (LENGTH, depth)
@@ -179,7 +180,7 @@ def spoil(index: KvIndex, first: int, prompts: int = 100) -> None:
     """Prompts of which the last block is all that is left: what there is to evict."""
     for number in range(first, first + prompts):
         store(index, 90, prompt(number))
-        index.remove(90, 0, Tier.DEVICE, prompt(number)[:-1])
+        remove_blocks(index, (90, 0), Tier.DEVICE, prompt(number)[:-1])
 
 
 @pytest.mark.parametrize("positions_more", [0, 1])
@@ -192,8 +193,8 @@ def test_nothing_is_evicted_up_to_just_what_is_spared(
     for worker in (1, 2, 3):
         store(index, worker, local)
     store(index, 4, other)
-    index.remove(2, 0, Tier.DEVICE, local[40:])
-    index.remove(3, 0, Tier.DEVICE, local[:50])
+    remove_blocks(index, (2, 0), Tier.DEVICE, local[40:])
+    remove_blocks(index, (3, 0), Tier.DEVICE, local[:50])
     kept, held = positions_kept(index), index.total_blocks
     spared = kept - holes.MOST_POSITIONS * held - positions_more
     monkeypatch.setattr(holes, "SPARED_POSITIONS", spared)
@@ -210,7 +211,7 @@ def test_all_that_nobody_holds_above_a_strand_counts_for_it(blocks: int, is_wort
     for worker in (1, 2):
         store(index, worker, local)
     for worker in (1, 2):
-        index.remove(worker, 0, Tier.DEVICE, local[:start])
+        remove_blocks(index, (worker, 0), Tier.DEVICE, local[:start])
     # A label and two rows, and the labels above: of four positions for a block, or of a bit more.
     review(index)
     assert index.ranks() == ([(1, 0), (2, 0)] if is_worth_it else [])
@@ -230,7 +231,7 @@ def test_a_start_that_nobody_holds_is_shared_by_all_that_hang_on_it(
         store(index, 1, start + prompt(side + 2, 100))
         store(index, side, start + prompt(side + 4, 4))
     for worker, side in ((1, 2), (1, 3), (2, 2), (3, 3)):
-        index.remove(worker, 0, Tier.DEVICE, top + prompt(side, 4))
+        remove_blocks(index, (worker, 0), Tier.DEVICE, top + prompt(side, 4))
     review(index)
     # A short end takes 8 positions, and half of 4 blocks and a quarter of the shared ones.
     assert index.blocks(1, 0, Tier.DEVICE) == 200
@@ -245,10 +246,10 @@ def test_a_rank_with_half_of_its_row_keeps_what_lies_behind_its_holes() -> None:
     store(index, 1, local)
     for worker in range(2, 8):
         store(index, worker, local)
-        index.remove(worker, 0, Tier.DEVICE, local[1:-1])  # a strand that keeps too much
-    index.remove(1, 0, Tier.DEVICE, local[1:33])  # it holds just half
+        remove_blocks(index, (worker, 0), Tier.DEVICE, local[1:-1])  # a strand that keeps too much
+    remove_blocks(index, (1, 0), Tier.DEVICE, local[1:33])  # it holds just half
     store(index, 8, local)
-    index.remove(8, 0, Tier.DEVICE, local[1:34])  # and it one less
+    remove_blocks(index, (8, 0), Tier.DEVICE, local[1:34])  # and it one less
     review(index)
     assert index.blocks(1, 0, Tier.DEVICE) == LENGTH // 2
     assert [index.blocks(worker, 0, Tier.DEVICE) for worker in range(2, 9)] == [1] * 7
@@ -264,7 +265,7 @@ def test_a_review_rests_within_a_strand_that_many_ranks_hold(ending: str) -> Non
     for worker in range(10 * holes._RANKS_PER_STEP):
         store(index, worker, prompt(1, 8))
         if ending == "in a run":
-            index.remove(worker, 0, Tier.DEVICE, prompt(1, 8)[4:])
+            remove_blocks(index, (worker, 0), Tier.DEVICE, prompt(1, 8)[4:])
     passes = 2 if ending == "in a run" else 1  # over the holders of parts, then over all
     assert steps_of_a_review(index) >= 9 * passes
 

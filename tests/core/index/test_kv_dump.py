@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lean_selector.core.index import kv_dump
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier, Watermark
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 
 RANKS = [(1, 0), (1, 1), (2, 0)]
@@ -46,20 +47,20 @@ def tell(index: KvIndex, event: Event) -> StoreResult | None:
     if kind == "clear":
         index.clear(*rank)
     elif kind == "remove":
-        index.remove(*rank, tier, [name_of(path)])
+        remove_blocks(index, rank, tier, [name_of(path)])
     else:
         known = min(known, len(path) - 1)
         names = [name_of(path[: at + 1]) for at in range(known, len(path))]
         parent = name_of(path[:known]) if known else None
-        return index.store(*rank, tier, parent, names, pack(path[known:]))
+        return store_blocks(index, rank, tier, parent, names, pack(path[known:]))
     return None
 
 
 def copy_of(runs: list[list[StoredRun]]) -> KvIndex:
     index = KvIndex(16)
     for run in (run for some in runs for run in some):
-        where = run.worker_id, run.dp_rank, run.tier, run.parent_hash
-        index.store(*where, run.block_hashes, pack(run.tokens_hashes))
+        where = (run.worker_id, run.dp_rank), run.tier, run.parent_hash
+        store_blocks(index, *where, run.block_hashes, pack(run.tokens_hashes))
     return index
 
 
@@ -157,15 +158,15 @@ def test_a_rank_goes_on_only_if_the_dump_shows_all_that_it_holds() -> None:
         assert list(index.dump(watermarks=marks, watermark=lambda key: mark))
         return bool(marks)
 
-    index.store(*RANKS[0], Tier.DEVICE, None, [1, 2, 3], pack([1, 2, 3]))
+    store_blocks(index, RANKS[0], Tier.DEVICE, None, [1, 2, 3], pack([1, 2, 3]))
     assert goes_on()
-    index.store(*RANKS[0], Tier.DEVICE, None, [3], pack([4]))
+    store_blocks(index, RANKS[0], Tier.DEVICE, None, [3], pack([4]))
     assert not goes_on()
-    index.remove(*RANKS[0], Tier.DEVICE, [3])
+    remove_blocks(index, RANKS[0], Tier.DEVICE, [3])
     assert goes_on()
-    index.remove(*RANKS[0], Tier.DEVICE, [2])
+    remove_blocks(index, RANKS[0], Tier.DEVICE, [2])
     assert not goes_on()
-    index.remove(*RANKS[0], Tier.DEVICE, [3])
+    remove_blocks(index, RANKS[0], Tier.DEVICE, [3])
     assert goes_on()
 
 
@@ -180,10 +181,12 @@ def told(kind: str, path: tuple[int, ...], tier: Tier = Tier.DEVICE, copies: int
         if kind == "clear":
             index.clear(*RANKS[0])
         elif kind == "remove":
-            index.remove(*RANKS[0], tier, [name_of(path)])
+            remove_blocks(index, RANKS[0], tier, [name_of(path)])
         for _ in range(1 + copies if kind == "store" else 0):
             parent = name_of(path[:-1]) if len(path) > 1 else None
-            index.store(*RANKS[0], tier, parent, [name_of(path)], pack(path[-1:]), counted=True)
+            store_blocks(
+                index, RANKS[0], tier, parent, [name_of(path)], pack(path[-1:]), counted=True
+            )
 
     return change
 
@@ -226,16 +229,16 @@ def test_what_was_learned_of_blocks_is_beside_them() -> None:
     for change in (told("store", (0,)), told("store", ONE, copies=2), told("store", TWO)):
         change(index)
     told("store", ONE, CPU, 2)(index)
-    index.store(*RANKS[0], Tier.DEVICE, name_of((0,)), [77], pack([1]))  # another hash of TWO
+    store_blocks(index, RANKS[0], Tier.DEVICE, name_of((0,)), [77], pack([1]))
     index.learn(RANKS[0]).salts = {CPU: OrderedDict(), Tier.DEVICE: OrderedDict({77: "s"})}
-    index.store(*RANKS[0], Tier.DEVICE, None, [77, 78], pack([5, 6]))
+    store_blocks(index, RANKS[0], Tier.DEVICE, None, [77, 78], pack([5, 6]))
     runs = [run for runs in index.dump() for run in runs]
     one = name_of(ONE)
     assert [(run.block_hashes[0], run.salts, run.again) for run in runs] == [
         *((name_of((0,)), None, None), (one, None, ((one, one),)), (name_of(TWO), None, None)),
         *((77, ("s", None), None), (one, None, ((one, one),))),
     ]
-    index.store(*RANKS[0], Tier.DEVICE, name_of((0,)), [79], pack([1]), counted=True)
+    store_blocks(index, RANKS[0], Tier.DEVICE, name_of((0,)), [79], pack([1]), counted=True)
     (two,) = [run for runs in index.dump() for run in runs if run.block_hashes == (name_of(TWO),)]
     assert two.again == ((79,),)
     facts = index.learn(RANKS[0])
@@ -248,8 +251,8 @@ def test_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_dump, "_SLICE_BLOCKS", 100)
     index = KvIndex(16)
     for at in range(2000):
-        index.store(1, 0, Tier.DISK, None, [at + 1], pack((at,)))
-        index.store(1, 0, Tier.DEVICE, None, [at + 1], pack((at,)))
+        store_blocks(index, (1, 0), Tier.DISK, None, [at + 1], pack((at,)))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, [at + 1], pack((at,)))
     slices = list(index.dump())
     assert max(map(len, slices)) == 100
     assert sum(map(len, slices)) == 4000
@@ -271,7 +274,7 @@ def test_a_rank_that_goes_while_its_disk_is_told_is_told_no_further() -> None:
     """What it held is much: it is hidden at once, and still being given back."""
     index = KvIndex(16)
     for at in range(2_000):
-        index.store(1, 0, Tier.DISK, None, [at + 1], pack((at,)))
+        store_blocks(index, (1, 0), Tier.DISK, None, [at + 1], pack((at,)))
     dump = index.dump()
     assert len(next(dump)) == 1
     index.clear(1, 0)

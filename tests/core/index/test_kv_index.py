@@ -12,6 +12,7 @@ import pytest
 from lean_selector.core.index import device_tier, holes
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -26,7 +27,7 @@ def store(
     tier: Tier = Tier.DEVICE,
 ) -> StoreResult:
     names = [100 + block for block in local] if names is None else names
-    return index.store(*rank, tier, parent, names, pack(local))
+    return store_blocks(index, rank, tier, parent, names, pack(local))
 
 
 def match(index: KvIndex, local: list[int]) -> dict[tuple[int, int], Matched]:
@@ -55,27 +56,6 @@ def give_back(index: KvIndex) -> None:
 # Events
 
 
-@pytest.mark.parametrize(
-    ("parent", "names", "local", "result"),
-    [
-        pytest.param(None, [], [], StoreResult.EMPTY, id="no block"),
-        pytest.param(None, [11, 12], [], StoreResult.EMPTY, id="no complete block"),
-        pytest.param(None, [11, 11], [1, 2], StoreResult.SELF_REFERENCE, id="hash twice"),
-        pytest.param(12, [11, 12], [1, 2], StoreResult.SELF_REFERENCE, id="parent among them"),
-        pytest.param(11, [11], [1], StoreResult.SELF_REFERENCE, id="its own parent"),
-        pytest.param(None, [11, 12, 11], [1], StoreResult.SELF_REFERENCE, id="beyond the tokens"),
-        pytest.param(77, [11, 12], [1, 2], StoreResult.UNKNOWN_PARENT, id="parent unknown"),
-        pytest.param(0, [11], [1], StoreResult.UNKNOWN_PARENT, id="zero is a hash"),
-    ],
-)
-def test_an_event_that_makes_no_sense_changes_nothing(
-    parent: int | None, names: list[int], local: list[int], result: StoreResult
-) -> None:
-    index = KvIndex(16)
-    assert index.store(1, 0, Tier.DEVICE, parent, names, pack(local)) is result
-    assert_pristine(index)
-
-
 def test_an_index_with_as_many_runs_as_it_can_number_takes_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,23 +78,10 @@ def test_more_sets_of_ranks_than_are_remembered_still_match(
     assert len(index._device.ranks._keys) <= 2
 
 
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.DISK])
-def test_blocks_without_a_name_or_without_tokens_are_left_out(tier: Tier) -> None:
-    for names, blocks in ((5, 3), (3, 5)):
-        index = KvIndex(16)
-        store(index, A, range(blocks), names=range(1, names + 1), tier=tier)
-        assert index.blocks(*A, tier) == 3
-    index = KvIndex(16)
-    store(index, A, [1], names=[1], tier=tier)
-    index.store(*A, tier, 1, [2, 3], pack([2]) + b"\x03\x00")  # and a part of a third
-    assert index.blocks(*A, tier) == 2
-    assert index.remove(*A, tier, [3]) == 0
-
-
 def test_only_whole_names_are_removed_from_a_lower_tier() -> None:
     index = KvIndex(16)
     store(index, A, [1, 2, 3], names=[1, 256, 512], tier=Tier.DISK)
-    assert index.remove(*A, Tier.DISK, [256, 512]) == 2  # the bytes of 1 are among theirs
+    assert remove_blocks(index, A, Tier.DISK, [256, 512]) == 2  # the bytes of 1 are among theirs
     assert index.blocks(*A, Tier.DISK) == 1
 
 
@@ -156,7 +123,9 @@ def test_a_rank_that_is_cleared_while_it_is_brought_below_its_bound_holds_up_no_
     index = KvIndex(16)
     for dp_rank in (0, 1):
         for at in range(1_000):
-            index.store(1, dp_rank, Tier.DISK, None, [at + 1], (at + 1).to_bytes(8, "little"))
+            store_blocks(
+                index, (1, dp_rank), Tier.DISK, None, [at + 1], (at + 1).to_bytes(8, "little")
+            )
     index.set_bound(1, None, 5)
     assert index.total_blocks > 1_000, "it is not done at once"
     index.clear(1, 0)
@@ -267,7 +236,7 @@ def test_a_rank_that_has_nothing_on_lower_tiers_is_not_asked_for_them() -> None:
     assert index.blocks(*A, Tier.DISK) == 0
     store(index, A, [1, 2], tier=Tier.DISK)
     assert set(index._lower) == {0}
-    index.remove(*A, Tier.DISK, [101, 102])
+    remove_blocks(index, A, Tier.DISK, [101, 102])
     assert index._lower == {}
     assert index.ranks() == [A]
 
@@ -277,7 +246,7 @@ def test_the_next_review_counts_from_when_the_last_one_began_and_from_half_of_wh
     for block in range(100):
         store(index, A, [block])
     index._start_review()
-    index.remove(*A, Tier.DEVICE, range(100, 105))  # seen, and gone before it ends
+    remove_blocks(index, A, Tier.DEVICE, range(100, 105))  # seen, and gone before it ends
     assert len(index._sweeps) == 1
     give_back(index)
     assert index._until_review == holes.REVIEW_AFTER + 50 - 5
@@ -291,7 +260,7 @@ def test_blocks_that_are_told_by_their_names_alone_are_those_that_are_known() ->
     store(index, A, [1, 4])  # which splits the run
     assert index.store_known(A, Tier.HOST_PINNED, names, True) == 3
     assert index.store_known(A, Tier.DEVICE, names, True) == 3
-    assert [index.remove(*A, Tier.DEVICE, [101, 102, 103]) for _ in range(2)] == [0, 3]
+    assert [remove_blocks(index, A, Tier.DEVICE, [101, 102, 103]) for _ in range(2)] == [0, 3]
     assert index.store_known(A, Tier.DISK, names, True) == 3  # as the lower tier has them
     assert index.match(pack([1, 2, 3])) == {A: Matched(0, 3)}
     assert [index.knows(A, tier, 102) for tier in Tier] == [False, True, True, False]
@@ -307,5 +276,5 @@ def test_further_names_beyond_the_bound_go_first_come_first() -> None:
     assert (len(known), known[-1]) == (4, 218)
     for name in known:
         assert device(index, [1]) == {A: 1}
-        index.remove(*A, Tier.DEVICE, [name])
+        remove_blocks(index, A, Tier.DEVICE, [name])
     assert index.is_empty

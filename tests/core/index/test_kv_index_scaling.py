@@ -7,6 +7,7 @@ import pytest
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import Matched, Tier
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -36,11 +37,11 @@ def shared_run(ranks: int) -> tuple[KvIndex, Run, Watched]:
     """A prompt of 256 blocks: rank 0 keeps 200 of them, the others 100."""
     index = KvIndex(16)
     for worker_id in range(ranks):
-        index.store(worker_id, 0, Tier.DEVICE, None, SHARED, pack(SHARED))
-        index.remove(worker_id, 0, Tier.DEVICE, SHARED[100 if worker_id else 200 :])
+        store_blocks(index, (worker_id, 0), Tier.DEVICE, None, SHARED, pack(SHARED))
+        remove_blocks(index, (worker_id, 0), Tier.DEVICE, SHARED[100 if worker_id else 200 :])
     (run,) = index._device.trie.strands.values()
     index.match_sets(pack(SHARED))
-    index.remove(1, 0, Tier.DEVICE, [100])
+    remove_blocks(index, (1, 0), Tier.DEVICE, [100])
     run.partial = Watched(run.partial or {})
     return index, run, run.partial
 
@@ -49,7 +50,7 @@ def test_a_rank_that_lets_go_of_a_shared_run_does_not_look_at_the_others() -> No
     lines = {}
     for ranks in (40, 400):
         index, _, holders = shared_run(ranks)
-        lines[ranks] = lines_run(index.remove, 2, 0, Tier.DEVICE, [100, 99])
+        lines[ranks] = lines_run(remove_blocks, index, (2, 0), Tier.DEVICE, [100, 99])
         assert holders.seen == 0
     assert lines[400] <= lines[40] + 5
 
@@ -58,7 +59,7 @@ def test_a_match_after_a_change_does_not_look_at_every_holder_of_a_part() -> Non
     lines = {}
     for ranks in (40, 400):
         index, _, holders = shared_run(ranks)
-        index.remove(2, 0, Tier.DEVICE, [100, 99])
+        remove_blocks(index, (2, 0), Tier.DEVICE, [100, 99])
         prompt = pack(SHARED)
         lines[ranks] = lines_run(index.match_sets, prompt)
         assert holders.seen == 0
@@ -71,9 +72,9 @@ def test_a_match_after_a_change_does_not_look_at_every_holder_of_a_part() -> Non
 
 def test_a_shared_run_loses_its_end_when_the_last_rank_lets_go_of_half() -> None:
     index, run, _ = shared_run(10)
-    index.remove(0, 0, Tier.DEVICE, SHARED[150:200])
+    remove_blocks(index, (0, 0), Tier.DEVICE, SHARED[150:200])
     assert len(run.label) >> 3 == 256
-    index.remove(0, 0, Tier.DEVICE, SHARED[120:150])
+    remove_blocks(index, (0, 0), Tier.DEVICE, SHARED[120:150])
     assert len(run.label) >> 3 == 120
     for worker_id in (0, 5):
         row = index._ranks[worker_id, 0].device.names.rows[run.strand]
@@ -86,9 +87,9 @@ def test_a_shared_run_loses_its_end_when_the_last_rank_lets_go_of_half() -> None
 def split_at_every_block(blocks: int) -> KvIndex:
     """A prompt that another one leaves after each of its blocks."""
     index, names = KvIndex(16), list(range(1, blocks + 1))
-    index.store(1, 0, Tier.DEVICE, None, names, pack(names))
+    store_blocks(index, (1, 0), Tier.DEVICE, None, names, pack(names))
     for name in names[:-1]:
-        index.store(1, 0, Tier.DEVICE, name, [10_000 + name], pack([10_000 + name]))
+        store_blocks(index, (1, 0), Tier.DEVICE, name, [10_000 + name], pack([10_000 + name]))
     return index
 
 
@@ -98,10 +99,10 @@ def test_a_block_of_a_strand_in_many_runs_is_found_and_removed_at_once(order: st
     for blocks in (100, 1000):
         index = split_at_every_block(blocks)
         name = blocks if order == "from the end" else blocks // 2
-        below = 1, 0, Tier.DEVICE, name - 2, [7_777], pack([7_777])
-        lines[blocks] = lines_run(index.store, *below)
+        below = index, (1, 0), Tier.DEVICE, name - 2, [7_777], pack([7_777])
+        lines[blocks] = lines_run(store_blocks, *below)
         for gone in (name, name - 1):
-            lines[blocks] += lines_run(index.remove, 1, 0, Tier.DEVICE, [gone])
+            lines[blocks] += lines_run(remove_blocks, index, (1, 0), Tier.DEVICE, [gone])
     assert lines[1000] <= lines[100] + 20  # a doubling search may take some steps more
 
 
@@ -110,8 +111,8 @@ def test_eviction_from_a_strand_in_many_runs_does_not_look_at_all_of_them() -> N
     for blocks in (100, 1000):
         index = split_at_every_block(blocks)
         index.set_bound(1, 2 * blocks - 2, None)
-        one_more = 1, 0, Tier.DEVICE, None, [7_777], pack([7_777])
-        lines[blocks] = lines_run(index.store, *one_more)
+        one_more = index, (1, 0), Tier.DEVICE, None, [7_777], pack([7_777])
+        lines[blocks] = lines_run(store_blocks, *one_more)
         assert index.blocks(1, 0, Tier.DEVICE) == 2 * blocks - 2
     assert lines[1000] <= lines[100] + 20
 
@@ -121,9 +122,9 @@ def with_lower_tiers(ranks: int) -> KvIndex:
     index = KvIndex(16)
     for worker_id in range(ranks):
         own = 10_000 + worker_id
-        index.store(worker_id, 0, Tier.DEVICE, None, [own], pack([own]))
+        store_blocks(index, (worker_id, 0), Tier.DEVICE, None, [own], pack([own]))
         for tier in (Tier.HOST_PINNED, Tier.DISK, Tier.EXTERNAL):
-            index.store(worker_id, 0, tier, own, [own + 10_000], pack([own + 10_000]))
+            store_blocks(index, (worker_id, 0), tier, own, [own + 10_000], pack([own + 10_000]))
     return index
 
 
@@ -133,10 +134,10 @@ def test_a_match_does_not_ask_ranks_whose_lower_tiers_cannot_go_on() -> None:
     for ranks in (40, 4_000):
         index = with_lower_tiers(ranks)
         for worker_id in (7, 8, 9):
-            index.store(worker_id, 0, Tier.DEVICE, None, [1, 2], pack([1, 2]))
-        index.store(7, 0, Tier.HOST_PINNED, 2, [3], pack([3]))
-        index.store(8, 0, Tier.DISK, 555, [3], pack([3]))  # below another block
-        index.store(11, 0, Tier.EXTERNAL, None, [1], pack([1]))
+            store_blocks(index, (worker_id, 0), Tier.DEVICE, None, [1, 2], pack([1, 2]))
+        store_blocks(index, (7, 0), Tier.HOST_PINNED, 2, [3], pack([3]))
+        store_blocks(index, (8, 0), Tier.DISK, 555, [3], pack([3]))  # below another block
+        store_blocks(index, (11, 0), Tier.EXTERNAL, None, [1], pack([1]))
         extended = {(7, 0): Matched(2, 1, 0), (11, 0): Matched(0, 0, 1)}
         assert index.match(prompt) == {**extended, (8, 0): Matched(2), (9, 0): Matched(2)}
         bits = [1 << index.bits.acquire((worker_id, 0)) for worker_id in (7, 8, 9, 11)]
@@ -156,7 +157,7 @@ def test_what_all_ranks_share_of_lower_tiers_is_in_many_dicts_none_of_which_grow
     local = [(block * 0x9E3779B97F4A7C15 + 0xB5) % 2**64 for block in range(4_000)]
     for worker_id in range(5):  # each calls them otherwise
         names = [block + 1 + worker_id for block in local]
-        index.store(worker_id, 0, Tier.HOST_PINNED, None, names, pack(local))
+        store_blocks(index, (worker_id, 0), Tier.HOST_PINNED, None, names, pack(local))
     for shared, entries in (
         (lower._tiers[0]._edges, 5 * 4_000 - 4),  # the first block of a prompt has one for all
         (lower._continuations._ranks, 4_000),
@@ -174,8 +175,8 @@ def filled(prompts: int, blocks: int = 4) -> KvIndex:
     index = KvIndex(16)
     for at in range(prompts):
         names = list(range(at * blocks, (at + 1) * blocks))
-        index.store(1, 0, Tier.DEVICE, None, names, pack(names))
-        index.store(1, 0, Tier.DISK, None, names, pack(names))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, names, pack(names))
+        store_blocks(index, (1, 0), Tier.DISK, None, names, pack(names))
     return index
 
 
@@ -223,6 +224,6 @@ def test_an_engine_that_clears_again_and_again_does_not_pile_up_what_it_dropped(
     index = KvIndex(16)
     names = list(range(1, 65))
     for _ in range(2_000):
-        index.store(1, 0, Tier.DEVICE, None, names, pack(names))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, names, pack(names))
         index.clear(1, 0)
         assert len(index._sweeps) <= 2

@@ -22,6 +22,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from lean_selector.wire.kv_events import NotABatch
+from tests.support.blocks import store_blocks
 from tests.support.kv_batches import decode_batch
 from tests.support.kv_records import removed_blocks, stored_blocks
 
@@ -302,7 +303,7 @@ def test_a_recovered_index_knows_no_salts_and_its_unsalted_children_match_nobody
     recovered = Source()
     for run in (run for runs in source.index.dump() for run in runs):
         names, local_hash = run.block_hashes, run.tokens_hashes[0].to_bytes(8, "little")
-        recovered.index.store(7, 3, run.tier, run.parent_hash, names, local_hash)
+        store_blocks(recovered.index, (7, 3), run.tier, run.parent_hash, names, local_hash)
     recovered.send(store(2, parent=1))
     assert recovered.device() == 2
     assert (matched(salted), matched(plain)) == (1, 0)
@@ -329,7 +330,7 @@ def test_a_clear_empties_its_rank_on_all_tiers_and_no_other(source: Source) -> N
 
 
 def test_a_source_that_starts_again_has_nothing_on_any_rank(source: Source) -> None:
-    source.index.store(7, 3, Tier.DEVICE, None, [9], b"12345678")  # recovered from a peer
+    store_blocks(source.index, (7, 3), Tier.DEVICE, None, [9], b"12345678")  # recovered from a peer
     source.send(store(1, group_idx=1, kind="full_attention"))
     source.send(store(1), dp_rank=9)
     source.ingest.clear()
@@ -375,7 +376,7 @@ def test_sources_that_name_one_rank_keep_their_own_blocks() -> None:
 def test_what_was_copied_for_a_rank_that_another_source_names_is_replaced() -> None:
     """No source of that rank would ever do it."""
     index = KvIndex(2)
-    index.store(7, 5, Tier.DEVICE, None, [9], b"12345678")
+    store_blocks(index, (7, 5), Tier.DEVICE, None, [9], b"12345678")
     index.learn((7, 5)).is_tentative = True
     KvIngest(index, 7, 0).apply(EventBatch(5, [removed_blocks([1], Tier.DEVICE)], []))
     assert index.is_empty

@@ -10,6 +10,7 @@ from lean_selector.core.index import kv_index, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.lower_tiers import ROOT, Continuations, Edges, LowerTier
 from lean_selector.core.index.shapes import Matched, Tier
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -21,7 +22,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(BLOCKS), st.boolea
 
 def store(index: KvIndex, rank: tuple[int, int], local: list[int], tier: Tier, parent: int) -> None:
     names = [100 + block for block in local]
-    index.store(*rank, tier, 100 + parent if parent else None, names, pack(local))
+    store_blocks(index, rank, tier, 100 + parent if parent else None, names, pack(local))
 
 
 # Continuations
@@ -71,7 +72,7 @@ def chain(tier: LowerTier, parent: bytes, local: list[int]) -> None:
 
 def test_a_walk_ends_with_the_prompt_whatever_the_last_block_is_called() -> None:
     index = KvIndex(16)
-    index.store(*A, Tier.HOST_PINNED, None, [5], pack([5]))  # as the tokens of a first block
+    store_blocks(index, A, Tier.HOST_PINNED, None, [5], pack([5]))  # as the tokens of a first block
     assert index.match(pack([5])) == {A: Matched(0, 1)}
 
 

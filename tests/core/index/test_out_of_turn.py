@@ -14,6 +14,7 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.out_of_turn import Delivery, Turn
 from lean_selector.core.index.shapes import AllBlocksCleared, Event, EventBatch, EventPart, Tier
+from tests.support.blocks import remove_blocks
 from tests.support.kv_records import removed_blocks, stored_blocks
 
 CPU = Tier.HOST_PINNED
@@ -42,7 +43,7 @@ class Source:
         for block in range(9, 0, -1):
             while self.index.knows((7, 0), tier, block):
                 found.append(block)
-                self.index.remove(7, 0, tier, [block])
+                remove_blocks(self.index, (7, 0), tier, [block])
         return sorted(found)
 
 

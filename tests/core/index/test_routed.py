@@ -19,6 +19,7 @@ from lean_selector.core.index.routed import _RANKS_PER_STEP, RoutedPrompts
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import ActiveRun
 from lean_selector.core.rank_bits import RankKey
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import pack
 
 A, B = (1, 0), (1, 1)
@@ -180,7 +181,7 @@ def test_what_no_event_can_report_of_a_prompt_is_not_waited_for() -> None:
 def test_an_index_beside_another_numbers_ranks_alike_and_holds_its_own() -> None:
     index = KvIndex(16)
     prompts = RoutedPrompts(index.empty_copy(), TTL_S)
-    index.store(*B, Tier.DEVICE, None, [5], pack([1]))
+    store_blocks(index, B, Tier.DEVICE, None, [5], pack([1]))
     add(prompts, A, [1, 2], 0.0)
     add(prompts, B, [1, 2], 0.0)
     (found,) = index.match_sets(pack([1, 2]))[0]

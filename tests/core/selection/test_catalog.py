@@ -17,6 +17,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Source, WorkerSpec
 from lean_selector.core.settings import API_1_3
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"
@@ -235,7 +236,7 @@ def busy(listening: DrivenSelector) -> DrivenSelector:
     listening.register(1, **TWO_RANKS)
     for rank in (0, 1):
         listening.reserve(f"r{rank}", (1, rank), hashes=[rank], prefill=5)
-        listening.partition.index.store(1, rank, Tier.DEVICE, None, [rank], pack([1]))
+        store_blocks(listening.partition.index, (1, rank), Tier.DEVICE, None, [rank], pack([1]))
     listening.sources.changes.clear()
     listening.told.clear()
     return listening
@@ -333,11 +334,11 @@ def test_a_rank_holds_twice_the_blocks_that_its_worker_has(listening: DrivenSele
     listening.register(1, kv_events_endpoint=ENDPOINT, total_kv_blocks=2)
     index = listening.partition.index
     for number in range(6):
-        index.store(1, 0, Tier.DEVICE, None, [number], pack([number]))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, [number], pack([number]))
     assert index.blocks(1, 0, Tier.DEVICE) == 4
     listening.register(1, kv_events_endpoint=ENDPOINT)
     for number in range(6, 12):
-        index.store(1, 0, Tier.DEVICE, None, [number], pack([number]))
+        store_blocks(index, (1, 0), Tier.DEVICE, None, [number], pack([number]))
     assert index.blocks(1, 0, Tier.DEVICE) == 10
 
 
@@ -348,7 +349,7 @@ def test_a_worker_whose_rank_range_moves_leaves_no_bounds_behind(deaf: DrivenSel
         deaf.selector.catalog.patch(1, {"data_parallel_start_rank": start})
         assert len(index.bounds) == 1
         for number in range(10):
-            index.store(1, start, Tier.DEVICE, None, [number], pack([number]))
+            store_blocks(index, (1, start), Tier.DEVICE, None, [number], pack([number]))
         assert index.blocks(1, start, Tier.DEVICE) == 4
     deaf.selector.catalog.patch(1, {"total_kv_blocks": None})
     assert not index.bounds
@@ -412,7 +413,7 @@ def test_a_source_at_a_new_endpoint_takes_along_what_the_former_said_of_other_ra
     listening.register(1, kv_events_endpoint=ENDPOINT)
     index = listening.partition.index
     for dp_rank in (0, 3):
-        index.store(1, dp_rank, Tier.DEVICE, None, [1], pack([1]))
+        store_blocks(index, (1, dp_rank), Tier.DEVICE, None, [1], pack([1]))
     listening.sources.spoken_for = {0, 3}
     listening.register(1, kv_events_endpoint="tcp://w:6000")
     assert index.match(pack([1])) == {}

@@ -9,6 +9,7 @@ import pytest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.scheduler import taint_weights
 from lean_selector.core.selection.shapes import EXPLANATION
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.operations import lines_run
 
@@ -33,7 +34,7 @@ def the_other_way_round(ranks: int, **settings: Any) -> DrivenSelector:
     driven = staircase(ranks, **settings)
     for worker_id in range(ranks):
         held = list(range(1, ranks - worker_id + 1))
-        driven.partition.index.store(worker_id, 0, Tier.DEVICE, None, held, pack(held))
+        store_blocks(driven.partition.index, (worker_id, 0), Tier.DEVICE, None, held, pack(held))
     return driven
 
 

@@ -28,6 +28,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.operations import lines_run
 from tests.support.reservations import book
@@ -53,7 +54,7 @@ class Fleet:
             book(partition.slots, f"r{worker_id}", worker_id, 0, hashes, 9 * load + 1, 0.0)
         for worker_id in range(0, ranks, held) if held else ():
             half = PROMPT[:20]
-            partition.index.store(worker_id, 0, Tier.DEVICE, None, half, pack(half))
+            store_blocks(partition.index, (worker_id, 0), Tier.DEVICE, None, half, pack(half))
 
     def request(self, temperature: float) -> SelectionRequest:
         request = self.driven.request(PROMPT, 4 * len(PROMPT))

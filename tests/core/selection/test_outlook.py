@@ -8,6 +8,7 @@ import pytest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import HINT, OUTLOOK, FetchHint, Placement, RankOutlook
+from tests.support.blocks import remove_blocks, store_blocks
 from tests.support.driven_selector import DrivenSelector, pack
 
 PROMPT = [11, 12, 13, 14]
@@ -22,7 +23,9 @@ def holding(held: dict[int, int], **settings: Any) -> DrivenSelector:
     for worker_id, blocks in held.items():
         register(driven, worker_id)
         names = [100 * worker_id + at for at in range(blocks)]
-        driven.partition.index.store(worker_id, 0, Tier.DEVICE, None, names, pack(PROMPT[:blocks]))
+        store_blocks(
+            driven.partition.index, (worker_id, 0), Tier.DEVICE, None, names, pack(PROMPT[:blocks])
+        )
     return driven
 
 
@@ -70,7 +73,7 @@ def test_nobody_is_named_where_nobody_holds_more(held: dict[int, int]) -> None:
 def test_nobody_is_named_for_blocks_that_another_source_reported() -> None:
     driven = holding({1: 0, 2: 0})
     names, local = [1, 2], pack(PROMPT[:2])
-    driven.partition.index.of_strays(1).store(2, 0, Tier.DEVICE, None, names, local)
+    store_blocks(driven.partition.index.of_strays(1), (2, 0), Tier.DEVICE, None, names, local)
     request = driven.request(PROMPT, 16, pin=(1, 0), adds=OUTLOOK | HINT)
     assert hint_of(driven.submit("r", request)) is None
 
@@ -103,7 +106,7 @@ def waiting_while_2_holds(blocks: int) -> DrivenSelector:
 
 def test_who_waited_is_told_what_is_held_when_it_goes() -> None:
     driven = waiting_while_2_holds(3)
-    driven.partition.index.remove(2, 0, Tier.DEVICE, [202, 201])
+    remove_blocks(driven.partition.index, (2, 0), Tier.DEVICE, [202, 201])
     driven.selector.reservations.free("busy", driven.now)
     assert hint_of(driven.answers["r"]) == FetchHint((200,), "http://control2")
 

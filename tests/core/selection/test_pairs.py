@@ -17,6 +17,7 @@ from lean_selector.core.selection.shapes import (
     PrefillPlacement,
 )
 from lean_selector.core.selection.watch import ChoiceWatch
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, fleet_of, pack, teach
 
 PROMPT = list(range(1, 11))  # 40 tokens
@@ -24,7 +25,7 @@ PROMPT = list(range(1, 11))  # 40 tokens
 
 def hold(driven: DrivenSelector, worker_id: int, blocks: int, tier: Tier = Tier.DEVICE) -> None:
     names = PROMPT[:blocks]
-    driven.partition.index.store(worker_id, 0, tier, None, names, pack(names))
+    store_blocks(driven.partition.index, (worker_id, 0), tier, None, names, pack(names))
 
 
 def chosen(driven: DrivenSelector, name: str = "r", **changes: Any) -> Placement:

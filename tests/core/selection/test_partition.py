@@ -4,6 +4,7 @@ from itertools import combinations, islice
 
 from lean_selector.core.index.shapes import Tier, Watermark
 from lean_selector.core.selection.prompt import Prompt
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, pack
 
 WORKERS = range(1, 13)
@@ -50,7 +51,7 @@ def test_what_events_have_reported_of_a_prompt_is_not_assumed() -> None:
         for worker_id in (1, 2):
             driven.register(worker_id, kv_events_endpoint="tcp://w:1")
         partition, hashes = driven.partition, pack([1, 2, 8, 9])
-        partition.index.store(1, 0, Tier.DEVICE, None, [11, 12], hashes[:16])
+        store_blocks(partition.index, (1, 0), Tier.DEVICE, None, [11, 12], hashes[:16])
         prompt = Prompt(16, hashes, 4, hashes[:8], hashes, None, known)
         for worker_id in (1, 2):
             partition.assume_cached((worker_id, 0), prompt, driven.now)
@@ -64,7 +65,7 @@ def test_what_was_recovered_is_dropped_unless_its_worker_is_here() -> None:
     driven.register(1)
     partition = driven.partition
     for worker_id in (1, 2):
-        partition.index.store(worker_id, 0, Tier.DEVICE, None, [1, 2], pack([1, 2]))
+        store_blocks(partition.index, (worker_id, 0), Tier.DEVICE, None, [1, 2], pack([1, 2]))
         partition.watermarks[worker_id, 0] = Watermark(7, 7)
     assert partition.unclaimed() == [2]
     assert [partition.forget_unclaimed(worker_id) for worker_id in (1, 2)] == [0, 2]

@@ -18,6 +18,7 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.queue import Waiting
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
+from tests.support.blocks import store_blocks
 from tests.support.driven_selector import DrivenSelector, pack, prompt_of
 from tests.support.reservations import book
 
@@ -327,7 +328,7 @@ def test_overlap_is_looked_up_again_after_a_long_wait(
     driven.register(1)
     fill(driven, 1)
     driven.book("r", hashes=[1, 2, 3], isl_tokens=12)
-    driven.partition.index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
+    store_blocks(driven.partition.index, (1, 0), Tier.DEVICE, None, [91, 92], pack([1, 2]))
     driven.now = waited
     driven.selector.reservations.free("fill1", driven.now)
     outcome = driven.answers["r"]
@@ -437,9 +438,9 @@ def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked
     driven = DrivenSelector(overlap_score_credit=0.0)
     driven.register(1)
     index = driven.partition.index
-    index.store(1, 0, Tier.DEVICE, None, [1, 2], pack([1, 2]))
-    index.store(1, 0, Tier.HOST_PINNED, 2, [3], pack([3]))
-    index.store(1, 0, Tier.DISK, 3, [4, 5], pack([4, 5]))
+    store_blocks(index, (1, 0), Tier.DEVICE, None, [1, 2], pack([1, 2]))
+    store_blocks(index, (1, 0), Tier.HOST_PINNED, 2, [3], pack([3]))
+    store_blocks(index, (1, 0), Tier.DISK, 3, [4, 5], pack([4, 5]))
     placement = driven.book("r", hashes=[1, 2, 3, 4, 5, 6], isl_tokens=isl)
     assert isinstance(placement, Placement)
     assert placement.effective_prefill_tokens == booked
@@ -454,7 +455,7 @@ def test_potential_loads_add_the_prompt_to_every_rank() -> None:
     driven = DrivenSelector()
     driven.register(1, data_parallel_size=2)
     driven.reserve("r", (1, 0), hashes=[1, 2], prefill=7)
-    driven.partition.index.store(1, 1, Tier.DEVICE, None, [91], pack([1]))
+    store_blocks(driven.partition.index, (1, 1), Tier.DEVICE, None, [91], pack([1]))
     prompt = prompt_of([1, 2, 3], 12)
     for track, tokens in ((True, (7 + 12, 12 - 4)), (False, (7, 0))):
         terms = msgspec.structs.replace(driven.selector.terms, track_prefill=track)
@@ -468,9 +469,9 @@ def test_overlap_scores_show_every_tier_and_the_credit() -> None:
     driven = DrivenSelector()
     driven.register(1, data_parallel_size=2)
     index = driven.partition.index
-    index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
-    index.store(1, 0, Tier.HOST_PINNED, 92, [93], pack([3]))
-    index.store(1, 0, Tier.DISK, 93, [94, 95], pack([4, 5]))
+    store_blocks(index, (1, 0), Tier.DEVICE, None, [91, 92], pack([1, 2]))
+    store_blocks(index, (1, 0), Tier.HOST_PINNED, 92, [93], pack([3]))
+    store_blocks(index, (1, 0), Tier.DISK, 93, [94, 95], pack([4, 5]))
     terms = msgspec.structs.replace(driven.selector.terms, credit=0.5)
     scores = inspection.overlap_scores(driven.partition, pack([1, 2, 3, 4, 5, 6]), terms)
     assert (scores.block_size, scores.num_blocks) == (4, 6)
