@@ -177,13 +177,13 @@ class SelectionService(WorkerHandlers):
         return (
             Route("POST", "/workers", ADMIN, "workers",
                 "Register a worker, or replace its record", self.register,
-                body=of(WorkerRequest), gives=WorkerRecord, status=201, warns=True),
+                body=WorkerRequest, gives=WorkerRecord, status=201, warns=True),
             Route("PATCH", "/workers/{worker_id}", ADMIN, "workers",
                 "Change fields of a worker; absent or null fields stay",
-                self.patch, body=of(WorkerPatch), gives=WorkerRecord, warns=True),
+                self.patch, body=WorkerPatch, gives=WorkerRecord, warns=True),
             Route("POST", "/select", WRITE, "selections",
                 "Choose a rank for a prompt; reserves nothing",
-                self.select, body=of(SelectRequest), gives=of(Selection), sheds=True),
+                self.select, body=SelectRequest, gives=of(Selection), sheds=True),
             Route("POST", "/select_and_reserve", WRITE, "selections",
                 "Choose a rank for a prompt, and reserve it",
                 self.select_and_reserve, body=of(SelectAndReserveRequest), gives=of(Selection),
@@ -196,10 +196,10 @@ class SelectionService(WorkerHandlers):
                 self.loads, query=DETAILED_FIELDS, gives=of(list[PartitionLoads])),
             Route("POST", "/potential_loads", READ, "loads",
                 "The load of each rank with this prompt on it",
-                self.potential_loads, body=of(ProjectionRequest), gives=list[RankLoadRow]),
+                self.potential_loads, body=ProjectionRequest, gives=list[RankLoadRow]),
             Route("POST", "/overlap_scores", READ, "index",
                 "Cached blocks of a prompt on each rank",
-                self.overlap_scores, body=of(ProjectionRequest), gives=OverlapScores),
+                self.overlap_scores, body=ProjectionRequest, gives=OverlapScores),
             Route("GET", "/dump", READ, "index", "The index, for --indexer-peers",
                 self.dump_of, query=self.dump_query, gives=dict),
             Route("POST", "/busy_threshold", ADMIN, "load shedding",
@@ -499,17 +499,17 @@ class SelectionService(WorkerHandlers):
         catalog = self.selector.catalog
         return inspection.loads(catalog, model_name, tenant_id, detail=wants_detail(query))
 
-    def potential_loads(self, body: Any) -> list[RankLoadRow]:
+    def potential_loads(self, body: ProjectionRequest) -> list[RankLoadRow]:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
-        override: RouterOverride | None = body.router_config_override
+        override = body.router_config_override
         prompt = self.prompt(body, partition, override)
         terms = self._terms(partition.model_name, override)
         in_pairs = (body.disaggregate or NEVER) != NEVER
         return inspection.potential_loads(partition, prompt, terms, in_pairs=in_pairs)
 
-    def overlap_scores(self, body: Any) -> Any:
+    def overlap_scores(self, body: ProjectionRequest) -> Any:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
-        override: RouterOverride | None = body.router_config_override
+        override = body.router_config_override
         prompt = self.prompt(body, partition, override)
         terms = self._terms(partition.model_name, override)
         return inspection.overlap_scores(partition, prompt.local_hashes, terms)

@@ -38,13 +38,9 @@ from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,
     PartitionLoads16,
-    ProjectionRequest16,
     ReservationRequest16,
     SelectAndReserveRequest16,
     Selection16,
-    SelectRequest16,
-    WorkerPatch16,
-    WorkerRequest16,
 )
 from lean_selector.wire.selection_bodies import (
     ProjectionRequest,
@@ -52,17 +48,11 @@ from lean_selector.wire.selection_bodies import (
     ReservationRequest,
     SelectAndReserveRequest,
     SelectRequest,
-    WorkerPatch,
-    WorkerRequest,
 )
 
 REPLACES: Final[dict[Any, Any]] = {
-    WorkerRequest: WorkerRequest16,
-    WorkerPatch: WorkerPatch16,
-    SelectRequest: SelectRequest16,
     SelectAndReserveRequest: SelectAndReserveRequest16,
     ReservationRequest: ReservationRequest16,
-    ProjectionRequest: ProjectionRequest16,
     Selection: Selection16,
     Booked: Booked16,
     list[PartitionLoads]: list[PartitionLoads16],
@@ -95,8 +85,7 @@ class SelectionService16(SelectionService):
 
     # -- selection ---------------------------------------------------------------------------------
 
-    def select(self, body: Any) -> object:
-        assert isinstance(body, SelectRequest16)
+    def select(self, body: SelectRequest) -> object:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         request.adds |= OUTLOOK
@@ -223,7 +212,7 @@ class SelectionService16(SelectionService):
     def loads(self, query: Query) -> list[PartitionLoads16]:
         return [PartitionLoads16.of(row) for row in super().loads(query)]
 
-    def overlap_scores(self, body: Any) -> OverlapScores:
+    def overlap_scores(self, body: ProjectionRequest) -> OverlapScores:
         scores: OverlapScores = super().overlap_scores(body)
         rows = [replace(row, router_credit_blocks=UNSET) for row in scores.workers]
         return replace(scores, workers=rows)

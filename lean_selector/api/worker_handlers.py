@@ -23,16 +23,16 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerRecord
 from lean_selector.wire.scalars import JsonText, json_form
 from lean_selector.wire.selection_bodies import (
-    Change,
     EjectedWorker,
     Ok,
     RankHealthRow,
     Readiness,
-    Registration,
     SourceCondition,
     WorkerDetail,
     WorkerHealthDetail,
+    WorkerPatch,
     WorkerReport,
+    WorkerRequest,
 )
 
 
@@ -222,10 +222,10 @@ class WorkerHandlers(ReplicaHandlers):
         body = Readiness(ready, schedulable, workers, recovering, ejected, fault, missing or UNSET)
         return Reply(200 if ready else 503, body)
 
-    def register(self, body: Registration) -> JsonText | Reply:
+    def register(self, body: WorkerRequest) -> JsonText | Reply:
         return self._shown(201, self.selector.upsert_worker(body.spec(), self._clock()))
 
-    def patch(self, worker_id: int, body: Change) -> JsonText | Reply:
+    def patch(self, worker_id: int, body: WorkerPatch) -> JsonText | Reply:
         worker = self.selector.patch_worker(worker_id, body.changes(), self._clock())
         return self._shown(200, worker)
 

@@ -113,10 +113,7 @@ class KvRouterConfig:
         for name, value in switches.items():
             settings[name] = optional(switch, f"router_{name}", value)
         self._override = {name: value for name, value in settings.items() if value is not None}
-        try:
-            RouterOverride(**self._override)  # type: ignore[arg-type]  # checked above
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("__all__: ")) from None
+        msgspec.convert(self._override, RouterOverride)  # raises a ValueError
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
         """Return the router_config_override to send: these defaults, updated with the settings of

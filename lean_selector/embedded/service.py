@@ -44,14 +44,16 @@ from lean_selector.tasks import watched
 from lean_selector.wire.prompt_forms import binary_form
 from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_16_bodies import (
-    ProjectionRequest16,
     ReservationRequest16,
     SelectAndReserveRequest16,
-    SelectRequest16,
-    WorkerPatch16,
-    WorkerRequest16,
 )
-from lean_selector.wire.selection_bodies import OutputBlockRequest
+from lean_selector.wire.selection_bodies import (
+    OutputBlockRequest,
+    ProjectionRequest,
+    SelectRequest,
+    WorkerPatch,
+    WorkerRequest,
+)
 
 # -- a selector on a loop, without HTTP ------------------------------------------------------------
 
@@ -289,10 +291,10 @@ def texts_of(name: str, values: object) -> list[str]:
 Handler = Callable[..., object]
 
 # Hash lists of a prompt may be packed: bytes, 8 per hash.
-_SELECT: type[SelectRequest16] = binary_form(SelectRequest16)
+_SELECT: type[SelectRequest] = binary_form(SelectRequest)
 _SELECT_AND_RESERVE: type[SelectAndReserveRequest16] = binary_form(SelectAndReserveRequest16)
 _RESERVATION: type[ReservationRequest16] = binary_form(ReservationRequest16)
-_PROJECTION: type[ProjectionRequest16] = binary_form(ProjectionRequest16)
+_PROJECTION: type[ProjectionRequest] = binary_form(ProjectionRequest)
 
 
 class SelectionService:
@@ -378,14 +380,14 @@ class SelectionService:
     async def upsert_worker(self, worker: object) -> Fields:
         """Registers or replaces a worker; returns the worker's record."""
         self._check_open()
-        body = _body(WorkerRequest16, worker_fields("worker", worker))
+        body = _body(WorkerRequest, worker_fields("worker", worker))
         return record(await self._call(self._handlers.register, body))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
         """Changes the given fields that are not None; returns the worker's record."""
         self._check_open()
         worker_id = worker_id_of(worker_id)
-        body = _body(WorkerPatch16, worker_fields("patch", patch))
+        body = _body(WorkerPatch, worker_fields("patch", patch))
         return record(await self._call(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:

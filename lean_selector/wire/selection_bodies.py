@@ -4,14 +4,14 @@ Unknown fields are ignored. For optional fields, `null` counts as absent. In the
 section 1.3 describes the bodies, and section 1.4 the forms of a prompt."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import MAX_RANKS, U32
-from lean_selector.core.selection.router_settings import NotNegative, RouterOverride, UpToOne
+from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     BOTH,
     BY_RANK,
@@ -202,6 +202,9 @@ class EjectedWorker(msgspec.Struct, frozen=True):
 
 # -- requests --------------------------------------------------------------------------------------
 
+# Ranges that /openapi.json shows. The core checks them, with the words of the reference.
+NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
+UpToOne = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 # A key of a map by rank: decimal digits without sign and leading zeros.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 Enforcement = Literal["required", "preferred"]
@@ -229,6 +232,8 @@ class WorkerFields(msgspec.Struct, kw_only=True):
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: Enforcement | None = None
     kv_transfer_preferred_weight: float | None = None
+    router_hint_worker_type: str | None = None
+    kv_event_source_mode: str | None = None
     worker_role: WorkerRole | None = None
     disaggregation: Disaggregation | None = None
 
@@ -250,14 +255,16 @@ class WorkerFields(msgspec.Struct, kw_only=True):
         return ranked
 
 
-class Registration(WorkerFields, kw_only=True):
-    """The fields of POST /workers that `--api 1.3` and `--api 1.6` share."""
+class WorkerRequest(WorkerFields, kw_only=True):
+    """The body of POST /workers. Hints, and so the fields for them, are only in `--api 1.6`."""
 
     worker_id: NonNegative
     model_name: str = DEFAULT_GROUP
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
     kv_events_endpoints: dict[RankText, str] = {}
+    replay_endpoints: dict[RankText, str] = {}
+    router_hint_source_control_endpoints: dict[RankText, str] = {}
     taints: list[str] = []
     topology_domains: dict[str, str] = {}
 
@@ -266,39 +273,22 @@ class Registration(WorkerFields, kw_only=True):
         check_u64("worker_id", self.worker_id)
 
     def spec(self) -> WorkerSpec:
-        fields = {name: getattr(self, name) for name in WorkerFields.__struct_fields__}
+        fields = msgspec.structs.asdict(self)
+        fields |= {name: self.by_rank(name) for name in BY_RANK}
+        fields["tenant_id"] = group_of(self.tenant_id, fields.pop("routing_group"))
+        fields["taints"] = frozenset(self.taints)
         fields["worker_role"] = self.worker_role or BOTH
-        return WorkerSpec(
-            worker_id=self.worker_id,
-            model_name=self.model_name,
-            tenant_id=group_of(self.tenant_id, self.routing_group),
-            kv_events_endpoints=self.by_rank("kv_events_endpoints"),
-            taints=frozenset(self.taints),
-            topology_domains=self.topology_domains,
-            **fields,
-            **self.more(),
-        )
-
-    def more(self) -> dict[str, Any]:
-        """Return the fields that only the subclass's version of the API (1.3 or 1.6) has."""
-        raise NotImplementedError
+        return WorkerSpec(**fields)
 
 
-class WorkerRequest(Registration, kw_only=True):
-    """The body of POST /workers with `--api 1.3`."""
-
-    replay_endpoints: dict[RankText, str] = {}
-
-    def more(self) -> dict[str, Any]:
-        return {"replay_endpoints": self.by_rank("replay_endpoints")}
-
-
-class Change(WorkerFields, kw_only=True):
-    """The fields of PATCH /workers/{worker_id} that `--api 1.3` and `--api 1.6` share. A field
-    overwrites the old value if it is present and not null."""
+class WorkerPatch(WorkerFields, kw_only=True):
+    """The body of PATCH /workers/{worker_id}. A field overwrites the old value if it is present and
+    not null."""
 
     lifecycle: str | None = None
     kv_events_endpoints: dict[RankText, str] | None = None
+    replay_endpoints: dict[RankText, str] | None = None
+    router_hint_source_control_endpoints: dict[RankText, str] | None = None
     taints: list[str] | None = None
     topology_domains: dict[str, str] | None = None
 
@@ -313,12 +303,6 @@ class Change(WorkerFields, kw_only=True):
         if self.taints is not None:
             changes["taints"] = frozenset(self.taints)
         return changes
-
-
-class WorkerPatch(Change, kw_only=True):
-    """The body of PATCH /workers/{worker_id} with `--api 1.3`."""
-
-    replay_endpoints: dict[RankText, str] | None = None
 
 
 class RoutingConstraints(msgspec.Struct):

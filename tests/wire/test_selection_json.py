@@ -199,16 +199,6 @@ def test_a_field_of_the_wrong_shape_is_named(
             patch(text).changes()
 
 
-def test_field_errors_of_an_override_come_together_and_hide_the_credits() -> None:
-    with pytest.raises(msgspec.ValidationError) as caught:
-        select(
-            '{"router_config_override":{"overlap_score_credit":2,"router_temperature":-1,'
-            '"prefill_load_scale":-2}}'
-        )
-    lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["prefill_load_scale", "router_temperature"]
-
-
 def test_a_placement_prints_its_overlap_in_the_documented_order() -> None:
     overlap = Overlap(128, 64, {"0": 64, "1": 32}, 96, 128)
     placement = Placement(1, 0, "http://w", 16, overlap, 384)

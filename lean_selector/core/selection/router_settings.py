@@ -14,7 +14,6 @@ from lean_selector.core.settings import API_1_3, Dialect, EjectionSettings, Sess
 # Default value of a block on a lower tier, as a fraction of a device block.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
-LARGEST = math.nextafter(math.inf, 0.0)
 
 
 # Which queued request leaves first: the one that arrived first, or last; the one with least work to
@@ -24,9 +23,7 @@ QueuePolicy = Literal["fcfs", "lcfs", "wspt", "least-work"]
 Policy = Literal["dynamo", "latency"]
 
 
-# Ranges that /openapi.json shows. `__post_init__` checks them, with the words of the reference.
-NotNegative = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0})]
-UpToOne = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=math.nextafter(math.inf, 0.0))]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,35 +97,14 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
     if it is 0, it also sets `overlap_score_credit` to 0. `assume_kv_reuse` has an effect only with
     `--api 1.6`. `shared_cache_multiplier` is accepted and has no effect, as in Dynamo."""
 
-    overlap_score_credit: UpToOne | None = None
-    prefill_load_scale: NotNegative | None = None
-    overlap_score_weight: NotNegative | None = None
-    router_temperature: NotNegative | None = None
-    shared_cache_multiplier: UpToOne | None = None
+    overlap_score_credit: Weight | None = None
+    prefill_load_scale: Weight | None = None
+    overlap_score_weight: Weight | None = None
+    router_temperature: Weight | None = None
+    shared_cache_multiplier: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] | None = None
     assume_kv_reuse: bool | None = None
     track_prefill_tokens: bool | None = None
     policy: Policy | None = None
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{name}: must be {range_text}, got {value}"
-            for name, value, top, range_text in (
-                ("prefill_load_scale", self.scale, LARGEST, "finite, at least 0.0"),
-                ("router_temperature", self.router_temperature, LARGEST, "finite, at least 0.0"),
-                (
-                    "shared_cache_multiplier",
-                    self.shared_cache_multiplier,
-                    1.0,
-                    "between 0.0 and 1.0",
-                ),
-            )
-            if value is not None and not 0.0 <= value <= top
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
-        credit = self.overlap_score_credit
-        if credit is not None and not 0.0 <= credit <= 1.0 and self.overlap_score_weight != 0.0:
-            raise ValueError("__all__: overlap_score_credit must be between 0.0 and 1.0")
 
     @property
     def scale(self) -> float | None:
