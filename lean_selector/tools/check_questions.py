@@ -81,18 +81,18 @@ class AskedSelector:
 
     async def _fetch(self, path: str, kind: Any) -> Any:
         """Return the answer as `kind`; as null if the path is not served. Raises NotASelector."""
-        url = f"{self.url}{path}"
+        url, refusal = f"{self.url}{path}", ""
         try:
             text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
         except OutboundFailed as error:
             if error.status not in _NOT_SERVED:
                 raise NotASelector(error.message) from None
-            text = b"null"
+            text, refusal = b"null", error.message
         try:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
             what = f"GET {url}: not an answer of a selection service: {error}"
-            raise NotASelector(what) from None
+            raise NotASelector(refusal or what) from None
 
     async def holders(
         self,
