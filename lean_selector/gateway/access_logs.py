@@ -277,15 +277,10 @@ def _number(fields: dict[str, str], name: str, most: int) -> int | None:
 EARLY_MEMORY_S: Final = 30.0
 MAX_EARLY: Final = 10_000
 
-# Results of a datagram.
-FREED: Final = "freed"
-EARLY: Final = "unknown"
-REPORTED: Final = "reported"  # no reservation, but a worker
-EMPTY: Final = "empty"  # neither: a request that was not routed here
-OTHER: Final = "other"  # without the word lean-end: another notice of the gateway
-MALFORMED: Final = "malformed"
-NOT_ALLOWED: Final = "not_allowed"
-RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
+# Results of a datagram. `unknown`: its reservation is not there yet, or not any more. `reported`:
+# it names no reservation, but a worker. `empty`: neither, since the request was not routed here.
+# `other`: it lacks the word lean-end, as other notices of the gateway do.
+RESULTS: Final = ("empty", "freed", "malformed", "not_allowed", "other", "reported", "unknown")
 
 _MOST_SHOWN: Final = 200  # characters of a line that our log shows
 
@@ -315,10 +310,10 @@ class LogEnds:
         try:
             ended = ended_of(line)
         except OtherLine:
-            self.results[OTHER] += 1
+            self.results["other"] += 1
             return
         except BadLine as error:
-            self.results[MALFORMED] += 1
+            self.results["malformed"] += 1
             shown = line[:_MOST_SHOWN].decode("utf-8", "replace")
             _log.warning(
                 "invalid line of an access log",
@@ -326,15 +321,15 @@ class LogEnds:
             )
             return
         if ended.reservation_id is None:
-            self.results[EMPTY if ended.worker_id is None else REPORTED] += 1
+            self.results["empty" if ended.worker_id is None else "reported"] += 1
         else:
             if self.served is not None:
                 self.served(ended.reservation_id, ended.worker_id, ended.dp_rank, ended.ttft_s)
             try:
                 self.free(ended.reservation_id, now, ended.was_served)
-                self.results[FREED] += 1
+                self.results["freed"] += 1
             except NotFound:
-                self.results[EARLY] += 1
+                self.results["unknown"] += 1
                 self._remember(ended.reservation_id, now)
         # A refused connection counts for the whole worker.
         dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
@@ -353,7 +348,7 @@ class LogEnds:
 
     def refuse(self, host: str) -> None:
         """Counts a datagram from a sender that is not allowed."""
-        self.results[NOT_ALLOWED] += 1
+        self.results["not_allowed"] += 1
         _log.warning(
             "line of an access log from an address that --lifecycle-allow does not list",
             extra={"address": host},
@@ -452,7 +447,7 @@ class LineReader:
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
     """Return the metrics about access-log lines, such as the number of lines by result."""
     return table({
-        "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
+        "lifecycle_lines_total": (lambda: by("result", ends.results),
             "Lines of gateways' access logs, by result."),
         "lifecycle_lines_dropped_total": (lambda: sum(reader.dropped for reader in readers()),
             "Lines dropped because the UDP socket's buffer was full: their reservations expire."),

@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.core.hashing import ENGINE_SALT_PREFIX, unmarked_salt
-from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
+from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest, read_fields
 from lean_selector.gateway.prompt_shapes import AnswerError, AnswerEvent, HasUsage, Unknown, Why
 
 MOST_TOKENS: Final = 1 << 21  # of a prompt or an output; longer than any engine accepts
@@ -31,7 +31,6 @@ MOST_TOKENS: Final = 1 << 21  # of a prompt or an output; longer than any engine
 
 # -- what the engine counted -----------------------------------------------------------------------
 
-_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _NONE: Final = Raw(b"null")
 _COUNTS: Final = {
     "prompt_tokens": "prompt",
@@ -66,10 +65,10 @@ class Usage:
     def add(self, text: bytes) -> None:
         """Adds a `usage` object, as JSON text. Ignores fields that are not counts."""
         try:
-            fields = _read_fields(text)
+            fields = read_fields(text)
             for name in _DETAILS:
                 if name in fields and _is_object(fields[name]):
-                    details = _read_fields(fields[name])
+                    details = read_fields(fields[name])
                     fields["cached_tokens"] = details.get("cached_tokens", _NONE)
         except (msgspec.DecodeError, RecursionError):
             return
@@ -485,7 +484,7 @@ class Additions:
         if not request.asks_for_ids:
             self._fields["return_token_ids"] = _TRUE
             self._strips = True
-        if request.has_one_answer:
+        if request.answers == 1:
             self._on_ids = on_ids
         else:
             self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")

@@ -86,12 +86,10 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]
 
-    def statuses() -> list[Sample]:
-        return [(labels(status=status), n) for status, n in sorted(counts.answers.items())]
-
     first_byte = counts.first_byte
     return [*table({
-        "gateway_answers_total": (statuses,
+        "gateway_answers_total": (
+            lambda: by("status", {str(each): n for each, n in sorted(counts.answers.items())}),
             "Answers that began, by status, including the gateway's own."),
         "gateway_active_requests": (lambda: counts.active, "Requests in progress."),
         "gateway_hang_ups_total": (lambda: counts.hung_up,

@@ -6,6 +6,7 @@ block hashes of a prompt with this prefix. If a prompt continues an earlier prom
 prompts refer to the hashes of the longer prompt. The number of blocks of a prefix is first
 estimated. When a second prompt has this prefix, the blocks that both prompts share are counted."""
 
+from bisect import bisect_left
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
@@ -316,13 +317,5 @@ class PromptMemory:
 
 def _common_blocks(one: bytes, other: bytes) -> int:
     """Return the number of leading blocks that two lists of hashes share."""
-    low, high = 0, min(len(one), len(other)) // 8
-    if one[: 8 * high] == other[: 8 * high]:
-        return high
-    while low < high - 1:  # the first `low` blocks are equal, the first `high` are not
-        middle = (low + high) // 2
-        if one[8 * low : 8 * middle] == other[8 * low : 8 * middle]:
-            low = middle
-        else:
-            high = middle
-    return low
+    ends = range(8, min(len(one), len(other)) + 1, 8)
+    return bisect_left(ends, True, key=lambda end: one[:end] != other[:end])

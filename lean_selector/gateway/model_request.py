@@ -83,7 +83,7 @@ _EMPTY: Final = re.compile(rb"\{[ \t\r\n]*+\}")
 TOKENS_OF_MEDIA: Final = 1024  # estimate for an image or recording; engines use some 250 to 2 000
 _NULL: Final = b"null"
 _RAW_NULL: Final = Raw(_NULL)
-_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode  # of a JSON object
 _read_text: Final = msgspec.json.Decoder(str | None).decode
 _read_flag: Final = msgspec.json.Decoder(bool | None).decode
 _read_messages: Final = msgspec.json.Decoder(list[Message]).decode
@@ -205,17 +205,13 @@ class ModelRequest:
         return self.flag("return_token_ids", False)
 
     @property
-    def has_one_answer(self) -> bool:
-        return bytes(self.fields.get("n", b"1")) in (b"1", _NULL)
-
-    @property
     def answers(self) -> int:
         """The number of answers that the client requests."""
         raw = self.fields.get("n")
         if raw is None:
             return 1
         given = bytes(raw)
-        return max(1, int(given)) if given.isdigit() and len(given) < 4 else 1
+        return max(1, int(given)) if given.isdigit() and len(given) < 6 else 1
 
     @property
     def session_id(self) -> str | None:
@@ -399,7 +395,7 @@ def _fields(body: bytes) -> dict[str, Raw]:
             _check_text(body)
         if len(body) > 4 * MOST_FIELDS:  # a field has a name, a colon and a value
             _check_cost(body)
-        return _read_fields(body)
+        return read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not a JSON object: {error}") from None
 
@@ -428,9 +424,7 @@ def template_arguments(request: ModelRequest) -> dict[str, object]:
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:
-            given.update(
-                msgspec.json.decode(request.fields["chat_template_kwargs"], type=dict[str, Raw])
-            )
+            given.update(read_fields(request.fields["chat_template_kwargs"]))
         except msgspec.DecodeError:
             return {}
     more = {name: request.fields[name] for name in _ARGUMENTS if request.has(name)}

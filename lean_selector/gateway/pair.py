@@ -19,10 +19,9 @@ from typing import Final
 
 import msgspec
 
-from lean_selector.gateway.model_request import BOM
+from lean_selector.gateway.model_request import BOM, read_fields
 from lean_selector.gateway.prompt_shapes import HasTransferParams, TransferParams
 
-_read_fields: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _read_answer: Final = msgspec.json.Decoder(HasTransferParams).decode
 _read_params: Final = msgspec.json.Decoder(TransferParams).decode
 
@@ -42,7 +41,7 @@ _DROPPED: Final = ("stream_options", "min_tokens")
 
 def prefill_body(body: bytes, path: bytes) -> bytes:
     """Return the body for the prefill worker: it computes one token, and answers in one piece."""
-    fields: dict[str, object] = {**_read_fields(body.removeprefix(BOM))}
+    fields: dict[str, object] = {**read_fields(body.removeprefix(BOM))}
     for name in _DROPPED:
         fields.pop(name, None)
     for name in _ONE_IF_SET:
@@ -56,7 +55,7 @@ def prefill_body(body: bytes, path: bytes) -> bytes:
 
 def decode_body(body: bytes, params: bytes) -> bytes:
     """Return the body for the decode worker: with the params of the prefill worker's answer."""
-    fields: dict[str, object] = {**_read_fields(body.removeprefix(BOM))}
+    fields: dict[str, object] = {**read_fields(body.removeprefix(BOM))}
     fields[_PARAMS] = msgspec.Raw(params)
     return msgspec.json.encode(fields)
 

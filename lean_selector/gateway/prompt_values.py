@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from lean_selector.gateway.model_request import CHATS, Kind, ModelRequest, size_of
+from lean_selector.gateway.model_request import CHATS, Kind, ModelRequest, read_fields, size_of
 from lean_selector.gateway.prompt_shapes import ContentPart, Message
 
 # Other fields that affect how the engine renders the messages or the text.
@@ -46,7 +46,6 @@ _BARE: Final = len(b'{"role":,"content":}')
 _NEEDLESS: Final = re.compile(rb"\\[/u]")
 _NULL: Final = b"null"
 _TEXT_TYPES: Final = frozenset({b'"text"', b'"input_text"', b'"output_text"'})
-_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
@@ -120,7 +119,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
             return raw
     pieces = [_ROLE, message.role, b',"content":', _content(message.content)]
     if not is_bare:
-        rest = _read_fields(raw)
+        rest = read_fields(raw)
         for name in sorted(rest.keys() - {"role", "content"}):
             if bytes(rest[name]) != _NULL:
                 pieces += (b',"%b":' % name.encode(), _compact(rest[name]))
