@@ -234,7 +234,8 @@ def _name_alike(one: DeviceRank, other: DeviceRank, address: int, blocks: int) -
 # costs every match of the run one step. If more ranks hold it, the new blocks form a run of their
 # own, which costs one step.
 _MAX_OTHERS_TO_GROW = 2
-_TRIM_BLOCKS = 32  # from this many on, unheld blocks at the end of a run are cut off
+_TRIM_BLOCKS = 32  # from this many on, unheld blocks at the end of a run are cut off,
+_MAX_OTHERS_TO_TRIM = 16  # if at most so many ranks hold a part of it; some 1 us
 
 
 class DeviceTier:
@@ -490,11 +491,13 @@ class DeviceTier:
 
     def _trim(self, run: Run) -> None:
         """Cut off the last blocks of a run (part of the trie) if no rank holds them, they are at
-        least 32 blocks and at least half of the run, and no other run follows."""
-        blocks = len(run.label) >> 3
-        if run.after or run.children or blocks <= _TRIM_BLOCKS:
+        least 32 blocks and at least half of the run, no other run follows, and few ranks are left
+        to be looked at. Of what many ranks share, a review cuts off the end (see holes.py)."""
+        blocks, holders = len(run.label) >> 3, run.partial
+        if run.after or run.children or not holders or len(holders) > _MAX_OTHERS_TO_TRIM:
             return
-        if not run.is_held_beyond(min(blocks >> 1, blocks - _TRIM_BLOCKS)):
+        limit = min(blocks >> 1, blocks - _TRIM_BLOCKS)
+        if max(map(int.bit_length, holders.values())) <= limit:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:

@@ -37,9 +37,7 @@ class Run:
     only some: bit number of the rank -> positions in the run (a bit mask) of the held blocks."""
 
     __slots__ = (
-        "_beyond",
         "_leads",
-        "_limit",
         "after",
         "children",
         "label",
@@ -59,11 +57,9 @@ class Run:
         self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of their labels
         self.whole = 0
         self.partial: dict[int, int] | None = None
-        # Caches, filled on first use: if a fleet shares a run, many ranks hold a part of it, and
-        # each change concerns only one rank.
-        self._leads: dict[int, int] | None = None  # the result of `leads`
-        self._limit = -1  # the last argument of is_held_beyond; -1 before the first call
-        self._beyond = 0  # how many partial holders hold a block beyond the first `_limit`
+        # The result of `leads`, since its first call: if a fleet shares a run, many ranks hold a
+        # part of it, and each change concerns only one rank.
+        self._leads: dict[int, int] | None = None
 
     def held_by(self, bit: int) -> int:
         """Return which blocks of the run the rank with this bit number holds, as a bit mask."""
@@ -92,8 +88,6 @@ class Run:
                 self.partial = self._leads = None
         if self._leads is not None:
             self._update_leads(rank_set, before, held)
-        if (limit := self._limit) >= 0:
-            self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
     def _update_leads(self, rank_set: int, before: int, held: int) -> None:
         """Update the cached result of `leads` after one rank has gained or lost blocks."""
@@ -120,14 +114,6 @@ class Run:
                     leading = _leading(held)
                     leads[leading] = leads.get(leading, 0) | 1 << bit
         return self._leads.items()
-
-    def is_held_beyond(self, limit: int) -> bool:
-        """Whether a rank with only a part of the run has a block after the first `limit` blocks."""
-        if limit != self._limit:
-            self._limit = limit
-            holders = (self.partial or {}).values()
-            self._beyond = sum(held.bit_length() > limit for held in holders)
-        return self._beyond > 0
 
 
 def _leading(held: int) -> int:

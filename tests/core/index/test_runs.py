@@ -19,7 +19,6 @@ class Holders(RuleBasedStateMachine):
         self.run = self.trie.add(self.trie.root, LABEL)
         self.strand = self.run.strand
         self.held: list[set[int]] = [set() for _ in range(RANKS)]
-        self.limit = 2
         self.take(0, set(range(12)))  # a run lives while somebody holds a block of it
 
     def pieces(self) -> list[Run]:
@@ -41,18 +40,6 @@ class Holders(RuleBasedStateMachine):
         if long:
             run = data.draw(st.sampled_from(long))
             self.trie.split(run, data.draw(st.integers(1, (len(run.label) >> 3) - 1)))
-
-    @rule(limit=st.integers(0, 4))
-    def another_limit(self, limit: int) -> None:
-        self.limit = limit
-
-    @invariant()
-    def a_part_beyond_the_limit_is_seen(self) -> None:
-        for run in self.pieces():
-            everyone = (1 << (len(run.label) >> 3)) - 1
-            parts = [held for rank in range(RANKS) if 0 < (held := run.held_by(rank)) < everyone]
-            beyond = any(held.bit_length() > self.limit for held in parts)
-            assert run.is_held_beyond(self.limit) is beyond
 
     @invariant()
     def each_rank_holds_its_blocks_and_no_others(self) -> None:
