@@ -162,6 +162,22 @@ def _unpack(hashes: bytes) -> list[int]:
     return list(struct.unpack(f"<{len(hashes) // 8}Q", hashes))
 
 
+def common_prefix(label: bytes | bytearray, at: int, hashes: bytes, start: int) -> int:
+    """Compare `label` from byte `at` on with `hashes` from byte `start` on. Return the length of
+    the common prefix in bytes, rounded down to whole blocks. Uses a binary search: for 815 blocks,
+    10 comparisons by memcmp."""
+    low, high = 0, min(len(label) - at, len(hashes) - start) & ~7
+    if hashes.startswith(label[at : at + high], start):
+        return high
+    while high - low > 8:  # equal up to `low`, and differ before `high`
+        middle = low + high >> 4 << 3
+        if hashes.startswith(label[at + low : at + middle], start + low):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def unpack_signed(hashes: bytes) -> tuple[int, ...]:
     """Unpack hashes of 8 bytes each to signed integers, as in JSON."""
     return struct.unpack(f"<{len(hashes) // 8}q", hashes)

@@ -10,6 +10,7 @@ import pytest
 
 from lean_selector.core.hashing import (
     block_hashes,
+    common_prefix,
     hash_seed,
     local_hashes,
     sequence_hashes,
@@ -72,3 +73,13 @@ def test_a_block_holds_at_least_one_token() -> None:
 def test_no_block_no_hash() -> None:
     assert sequence_hashes_bytes(b"") == local_hashes([], 4) == b""
     assert sequence_hashes([]) == []
+
+
+def test_a_common_prefix_is_counted_in_whole_blocks() -> None:
+    blocks = b"".join(number.to_bytes(8, "little") for number in range(1, 13))
+    label = bytearray(blocks)
+    for same in range(12):
+        other = blocks[: same << 3] + b"\xff" * 8 + blocks[same + 1 << 3 :]
+        assert common_prefix(label, 0, other, 0) == same << 3
+    assert common_prefix(label, 8, blocks, 8) == len(blocks) - 8
+    assert common_prefix(label, 8, blocks[8:24], 0) == 16

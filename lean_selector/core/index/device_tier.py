@@ -6,6 +6,7 @@ part of a strand (see runs.py). Spec: indexer.md sections 3.1, 3.2 and 7."""
 
 from collections.abc import Callable, Iterator
 
+from lean_selector.core.hashing import common_prefix
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.runs import (
     MAX_STRANDS,
@@ -14,7 +15,6 @@ from lean_selector.core.index.runs import (
     STRAND_BLOCKS,
     Run,
     RunTrie,
-    common_prefix,
 )
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 

@@ -24,6 +24,8 @@ Engine hashes and lower tiers are stored elsewhere. Spec: indexer.md section 3.1
 from bisect import bisect_left, bisect_right
 from collections.abc import ItemsView
 
+from lean_selector.core.hashing import common_prefix
+
 POSITION_BITS = 10  # positions in a strand; 22 bits are left for strands
 POSITION_MASK = (1 << POSITION_BITS) - 1
 STRAND_BLOCKS = 1 << POSITION_BITS
@@ -243,8 +245,6 @@ class RunTrie:
             label = run.label
             if local_hashes.startswith(label, at):
                 same = len(label)
-            elif label.startswith(local_hashes[at:]):
-                same = len(local_hashes) - at
             else:
                 same = common_prefix(label, 0, local_hashes, at)
             stay = alive & run.whole
@@ -274,20 +274,3 @@ class RunTrie:
             return list(pieces.runs)
         run = self.strands.get(strand)
         return [] if run is None else [run]
-
-
-def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
-    """Compare `label` from byte `at` on with `hashes` from byte `start` on. Return the length of
-    the common prefix in bytes, rounded down to whole blocks."""
-    low, high = 0, (min(len(label) - at, len(hashes) - start) >> 3) + 1
-    if label[at : at + (high - 1 << 3)] == hashes[start : start + (high - 1 << 3)]:
-        return high - 1 << 3
-    while high - low > 1:
-        middle = (low + high) >> 1
-        span = middle - low << 3
-        a, b = at + (low << 3), start + (low << 3)
-        if label[a : a + span] == hashes[b : b + span]:
-            low = middle
-        else:
-            high = middle
-    return low << 3

@@ -8,6 +8,7 @@ the load of a rank, unless the block's run stores another weight for this rank (
 
 from typing import Final
 
+from lean_selector.core.hashing import common_prefix
 from lean_selector.core.load.rank_load import BlockWeights
 from lean_selector.core.load.shapes import ActiveRun
 
@@ -38,7 +39,7 @@ class PromptTrie:
                 break
             label = child.label
             if not hashes.startswith(label, start):
-                child = _split(child, _common_bytes(label, hashes, start))
+                child = _split(child, common_prefix(label, 0, hashes, start))
                 label = child.label
             run = child
             held = run.refs.get(rank_set, 0)
@@ -95,7 +96,7 @@ class PromptTrie:
                 break
             label = child.label
             whole = hashes.startswith(label, start)
-            start += len(label) if whole else _common_bytes(label, hashes, start)
+            start += len(label) if whole else common_prefix(label, 0, hashes, start)
             # A rank that crosses a run also crosses all runs above it.
             found.append((start // HASH_BYTES, child.mask))
             if not whole:
@@ -155,21 +156,3 @@ def _weigh_run(run: ActiveRun, rank_set: int, weight: float, weights: BlockWeigh
     else:
         held.pop(rank_set, None)
     run.weights = held or None
-
-
-def _common_bytes(label: bytes, hashes: bytes, start: int) -> int:
-    """Return how many leading bytes of `label` and `hashes[start:]` are equal. The first block of
-    both must be equal.
-
-    Uses a binary search: for 815 blocks, 10 comparisons by memcmp."""
-    low = HASH_BYTES  # equal up to here
-    high = min(len(label), len(hashes) - start)
-    if hashes.startswith(label[:high], start):
-        return high
-    while high - low > HASH_BYTES:  # differ before `high`
-        middle = (low + high) // (2 * HASH_BYTES) * HASH_BYTES
-        if hashes.startswith(label[low:middle], start + low):
-            low = middle
-        else:
-            high = middle
-    return low

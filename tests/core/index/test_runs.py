@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie, common_prefix
+from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
 
 RANKS = 4
 LABEL = b"".join(number.to_bytes(8, "little") for number in range(1, 13))  # twelve blocks
@@ -112,15 +112,6 @@ def test_a_run_stays_while_another_hangs_on_it() -> None:
     below.set_held(3, 0)
     trie.prune(below)
     assert trie.strands == {}
-
-
-def test_a_common_prefix_is_counted_in_whole_blocks() -> None:
-    label = bytearray(LABEL)
-    for same in range(12):
-        other = LABEL[: same << 3] + b"\xff" * 8 + LABEL[same + 1 << 3 :]
-        assert common_prefix(label, 0, other, 0) == same << 3
-    assert common_prefix(label, 8, LABEL, 8) == len(LABEL) - 8
-    assert common_prefix(label, 8, LABEL[8:24], 0) == 16
 
 
 def test_a_prompt_that_ends_within_a_run_is_matched_to_its_end_by_whoever_holds_more() -> None:
