@@ -37,6 +37,7 @@ from lean_selector.core.selection.router_settings import CostTerms, RouterOverri
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
+    LOAD,
     MOST_FAIRNESS_ID,
     NEVER,
     OUTLOOK,
@@ -64,6 +65,7 @@ from lean_selector.wire.selection_bodies import (
     OutputBlockRequest,
     ProjectionRequest,
     PromptFields,
+    ReservationFields,
     ReservationRequest,
     SelectAndReserveRequest,
     SelectFields,
@@ -234,6 +236,7 @@ class SelectionService(WorkerHandlers):
     # What a dialect has in place of types of bodies and answers.
     replaces: ClassVar[dict[Any, Any]] = {}
     dump_query: ClassVar[frozenset[str]] = frozenset()
+    adds_to_select: ClassVar[int] = 0  # what each answer of /select needs
 
     def _of(self, kind: Any) -> Any:
         return self.replaces.get(kind, kind)
@@ -247,14 +250,19 @@ class SelectionService(WorkerHandlers):
         """Return the prompt in a request's body, hashed with the block size of the partition."""
         return prompt_to_select(body, partition.block_size, partition.is_eagle)
 
+    def prompt_to_book(self, body: ReservationFields, partition: Partition) -> Prompt:
+        size, is_eagle = partition.block_size, partition.is_eagle
+        return prompt_to_book(body, size, is_eagle, is_learned=partition.routed is not None)
+
     # -- selection ---------------------------------------------------------------------------------
 
     def select(self, body: SelectRequest) -> object:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         selection_id = body.selection_id
+        request.adds |= self.adds_to_select
         if body.advisory:
-            request.adds |= OUTLOOK
+            request.adds |= OUTLOOK | LOAD
             found: Placement | Waiting = self.selector.select_now(partition, request, self._clock())
         else:
             found = self.selector.select(partition, request, self._clock())
@@ -270,10 +278,10 @@ class SelectionService(WorkerHandlers):
         request: SelectionRequest,
         selection_id: str | None,
         placement: Placement,
-    ) -> Selection:
+    ) -> object:
         if selection_id is not None:
             self._remember(partition, selection_id, request, placement)
-        return self._answer(partition, selection_id, None, placement)
+        return self._answer(partition, request, selection_id, placement)
 
     def select_and_reserve(
         self, body: SelectAndReserveRequest, deadline: float | None = None
@@ -292,21 +300,20 @@ class SelectionService(WorkerHandlers):
         found = self.selector.select(partition, request, self._clock())
         if isinstance(found, Waiting):
             return self._queued(
-                found, lambda later: self._answer(partition, selection_id, reservation_id, later)
+                found, lambda later: self._answer(partition, request, selection_id, later)
             )
-        return self._answer(partition, selection_id, reservation_id, found)
+        return self._answer(partition, request, selection_id, found)
 
     def _answer(
         self,
         partition: Partition,
+        request: SelectionRequest,
         selection_id: str | None,
-        reservation_id: str | None,
         placement: Placement,
-    ) -> Selection:
-        outlook = placement.outlook
+    ) -> object:
         return Selection(
             UNSET if selection_id is None else selection_id,
-            UNSET if reservation_id is None else reservation_id,
+            request.reservation_id if request.books else UNSET,
             partition.model_name,
             partition.tenant_id,
             placement.worker_id,
@@ -315,7 +322,7 @@ class SelectionService(WorkerHandlers):
             placement.block_size,
             placement.overlap,
             placement.effective_prefill_tokens,
-            UNSET if isinstance(outlook, UnsetType) else self._worker_load(outlook),
+            self._worker_load(placement) if request.adds & LOAD else UNSET,
             placement.explain,
             placement.prefill,
             placement.disaggregation,
@@ -376,7 +383,8 @@ class SelectionService(WorkerHandlers):
             return self.selector.model_terms.get(model_name, self.selector.terms)
         return overridden(self._base_terms, override, self.selector.settings.policy_of(model_name))
 
-    def _worker_load(self, outlook: RankOutlook) -> WorkerLoad:
+    def _worker_load(self, placement: Placement) -> WorkerLoad:
+        outlook = outlook_of(placement)
         threshold, capacity = (
             self.selector.settings.prefill_busy_threshold,
             outlook.prefill_token_capacity,
@@ -452,21 +460,30 @@ class SelectionService(WorkerHandlers):
         assert isinstance(worker_id, int)  # the body was checked
         assert isinstance(reservation_id, str)
         check_own_id("reservation_id", reservation_id, has_leg=body.prefill is not None)
+        return self._booked(key, body, worker_id, reservation_id)
+
+    def _booked(
+        self,
+        key: PartitionKey,
+        body: ReservationFields,
+        worker_id: int,
+        reservation_id: str,
+        *,
+        books_prefill: bool = True,
+    ) -> Booked:
+        """Reserves the rank that the request names."""
         partition = self.selector.catalog.ready_partition(*key)
-        is_learned = partition.routed is not None
-        prompt = prompt_to_book(
-            body, partition.block_size, partition.is_eagle, is_learned=is_learned
-        )
         return self.selector.reservations.reserve(
             partition,
             reservation_id,
             worker_id,
             body.dp_rank or 0,
-            prompt,
+            self.prompt_to_book(body, partition),
             body.effective_prefill_tokens,
             self._clock(),
             body.expected_output_tokens,
             self._terms(partition.model_name, body.router_config_override).track_prefill,
+            books_prefill=books_prefill,
             leg=None if body.prefill is None else body.prefill.choice(),
         )
 
@@ -539,3 +556,8 @@ class SelectionService(WorkerHandlers):
             raise BadQuery("missing field `model`")
         scope = query["model"], query.get("tenant_id") or DEFAULT_GROUP
         return ThresholdRow.of(scope, self.selector.switch_threshold_off(scope, self._clock()))
+
+
+def outlook_of(placement: Placement) -> RankOutlook:
+    assert not isinstance(placement.outlook, UnsetType)
+    return placement.outlook

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from lean_selector.api.bodies import DETAIL, Query, wants_detail
 from lean_selector.api.replies import Answer
-from lean_selector.api.selection import SelectionService
+from lean_selector.api.selection import SelectionService, outlook_of
 from lean_selector.core.hashing import unpack_signed
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -22,6 +22,7 @@ from lean_selector.core.selection.reservations import check_own_id
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     HINT,
+    LOAD,
     OUTLOOK,
     SELECT_AND_RESERVE,
     Booked,
@@ -31,9 +32,8 @@ from lean_selector.core.selection.shapes import (
     RankOutlook,
     Selection,
     SelectionRequest,
-    WorkerLoad,
 )
-from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
+from lean_selector.wire.prompt_forms import prompt_to_select
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,
@@ -45,9 +45,9 @@ from lean_selector.wire.selection_16_bodies import (
 from lean_selector.wire.selection_bodies import (
     ProjectionRequest,
     PromptFields,
+    ReservationFields,
     ReservationRequest,
     SelectAndReserveRequest,
-    SelectRequest,
 )
 
 REPLACES: Final[dict[Any, Any]] = {
@@ -64,6 +64,7 @@ class SelectionService16(SelectionService):
 
     replaces: ClassVar[dict[Any, Any]] = REPLACES
     dump_query: ClassVar[frozenset[str]] = DETAIL
+    adds_to_select: ClassVar[int] = OUTLOOK
 
     def dump_of(self, query: Query | None = None) -> Answer:
         return self.dump(detail=wants_detail(query or {}))
@@ -73,6 +74,10 @@ class SelectionService16(SelectionService):
     ) -> Prompt:
         prompt = prompt_to_select(body, partition.block_size, partition.is_eagle, may_be_empty=True)
         return self._reused_or_not(prompt, override)
+
+    def prompt_to_book(self, body: ReservationFields, partition: Partition) -> Prompt:
+        prompt = super().prompt_to_book(body, partition)
+        return self._reused_or_not(prompt, body.router_config_override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
         """Return `prompt`, with random sequence hashes if KV reuse is off and none were sent."""
@@ -84,26 +89,6 @@ class SelectionService16(SelectionService):
         return prompt
 
     # -- selection ---------------------------------------------------------------------------------
-
-    def select(self, body: SelectRequest) -> object:
-        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
-        request = self._request(partition, body)
-        request.adds |= OUTLOOK
-        selection_id, advisory = body.selection_id, body.advisory
-
-        def shape(placement: Placement) -> Selection16:
-            if selection_id is not None:
-                self._remember(partition, selection_id, request, placement)
-            load: WorkerLoad | UnsetType = UNSET
-            if advisory:
-                load = self._worker_load(_outlook_of(placement))
-            return self._answer_16(partition, selection_id, placement, load)
-
-        now = self._clock()
-        if advisory:
-            return shape(self.selector.select_now(partition, request, now))
-        found = self.selector.select(partition, request, now)
-        return self._queued(found, shape) if isinstance(found, Waiting) else shape(found)
 
     def select_and_reserve(self, body: Any, deadline: float | None = None) -> object:
         assert isinstance(body, SelectAndReserveRequest16)
@@ -120,32 +105,30 @@ class SelectionService16(SelectionService):
         def shape(placement: Placement) -> Selection16:
             key = partition.model_name, partition.tenant_id
             self.selector.selections.drop(key, selection_id)
-            return self._answer_16(partition, selection_id, placement, UNSET, request)
+            return self._answer(partition, request, selection_id, placement)
 
         found = self.selector.select(partition, request, self._clock())
         return self._queued(found, shape) if isinstance(found, Waiting) else shape(found)
 
-    def _answer_16(
+    def _answer(
         self,
         partition: Partition,
+        request: SelectionRequest,
         selection_id: str | None,
         placement: Placement,
-        load: WorkerLoad | UnsetType,
-        booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Return the answer for a chosen rank. `booked`: the request, if it reserved the rank."""
-        outlook = _outlook_of(placement)
+        outlook = outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
         tracks: bool | UnsetType = UNSET
         hint: KvHint | UnsetType = UNSET
-        if booked is not None:
-            hashes = unpack_signed(booked.prompt.sequence_hashes())
-            isl_tokens, tracks = booked.prompt.isl_tokens, booked.terms.track_prefill
+        if request.books:
+            hashes = unpack_signed(request.prompt.sequence_hashes())
+            isl_tokens, tracks = request.prompt.isl_tokens, request.terms.track_prefill
             if not isinstance(placement.prefill, UnsetType):
                 tracks = False
             if outlook.hint is not None:
-                hint = KvHint.of(outlook.hint, booked.reservation_id)
+                hint = KvHint.of(outlook.hint, request.reservation_id)
         return Selection16(
             UNSET if selection_id is None else selection_id,
             hashes,
@@ -161,7 +144,7 @@ class SelectionService16(SelectionService):
             placement.effective_prefill_tokens,
             outlook.potential_decode_blocks,
             self._is_busy(outlook),
-            load,
+            self._worker_load(placement) if request.adds & LOAD else UNSET,
             hint,
             placement.explain,
             placement.prefill,
@@ -186,26 +169,10 @@ class SelectionService16(SelectionService):
         if worker_id is None:
             return Booked16.of(self._replayed(key, selection_id, selection_id))
         self.selector.selections.drop(key, selection_id)
-        partition = self.selector.catalog.ready_partition(*key)
-        is_learned = partition.routed is not None
-        prompt = prompt_to_book(
-            body, partition.block_size, partition.is_eagle, is_learned=is_learned
+        books_prefill = body.track_prefill_tokens is not False
+        return Booked16.of(
+            self._booked(key, body, worker_id, selection_id, books_prefill=books_prefill)
         )
-        prompt = self._reused_or_not(prompt, body.router_config_override)
-        booked = self.selector.reservations.reserve(
-            partition,
-            selection_id,
-            worker_id,
-            body.dp_rank or 0,
-            prompt,
-            body.effective_prefill_tokens,
-            self._clock(),
-            body.expected_output_tokens,
-            self._terms(partition.model_name, body.router_config_override).track_prefill,
-            books_prefill=body.track_prefill_tokens is not False,
-            leg=None if body.prefill is None else body.prefill.choice(),
-        )
-        return Booked16.of(booked)
 
     # -- inspection --------------------------------------------------------------------------------
 
@@ -216,8 +183,3 @@ class SelectionService16(SelectionService):
         scores: OverlapScores = super().overlap_scores(body)
         rows = [replace(row, router_credit_blocks=UNSET) for row in scores.workers]
         return replace(scores, workers=rows)
-
-
-def _outlook_of(placement: Placement) -> RankOutlook:
-    assert not isinstance(placement.outlook, UnsetType)
-    return placement.outlook

@@ -8,8 +8,6 @@ from typing import Self
 import msgspec
 from msgspec import UnsetType
 
-from lean_selector.core.numbers import U32
-from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     Booked,
     Disaggregated,
@@ -23,8 +21,7 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.wire.scalars import NonNegative, check_u64
 from lean_selector.wire.selection_bodies import (
-    PrefillLeg,
-    PromptFields,
+    ReservationFields,
     SelectFields,
 )
 
@@ -35,23 +32,17 @@ class SelectAndReserveRequest16(SelectFields, kw_only=True):
     """The body of POST /select_and_reserve with `--api 1.6`."""
 
 
-class ReservationRequest16(PromptFields, kw_only=True):
+class ReservationRequest16(ReservationFields, kw_only=True):
     """POST /reservations. Without `worker_id`, reserves what /select chose for `selection_id`."""
 
     selection_id: str
     worker_id: NonNegative | None = None
-    dp_rank: U32 | None = None
-    router_config_override: RouterOverride | None = None
-    expected_output_tokens: U32 | None = None
-    effective_prefill_tokens: NonNegative | None = None
     track_prefill_tokens: bool | None = None
-    prefill: PrefillLeg | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.worker_id is not None:
             check_u64("worker_id", self.worker_id)
-        if self.effective_prefill_tokens is not None:
-            check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -415,13 +415,9 @@ class PrefillLeg(Pinned):
         return PrefillChoice(self.worker_id, self.dp_rank, self.effective_prefill_tokens)
 
 
-class ReservationRequest(PromptFields, kw_only=True):
-    """POST /reservations. Reserves a rank of the given worker. Without `worker_id`, reserves what
-    /select chose for `selection_id`, and `reservation_id` defaults to `selection_id`."""
+class ReservationFields(PromptFields, kw_only=True):
+    """The fields of POST /reservations that `--api 1.3` and `--api 1.6` share."""
 
-    reservation_id: str | UnsetType = UNSET
-    selection_id: str | None = None
-    worker_id: NonNegative | UnsetType | None = UNSET
     dp_rank: U32 | None = None
     router_config_override: RouterOverride | None = None
     expected_output_tokens: U32 | None = None
@@ -429,6 +425,20 @@ class ReservationRequest(PromptFields, kw_only=True):
     prefill: PrefillLeg | None = None
 
     def __post_init__(self) -> None:
+        if self.effective_prefill_tokens is not None:
+            check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
+
+
+class ReservationRequest(ReservationFields, kw_only=True):
+    """POST /reservations. Reserves a rank of the given worker. Without `worker_id`, reserves what
+    /select chose for `selection_id`, and `reservation_id` defaults to `selection_id`."""
+
+    reservation_id: str | UnsetType = UNSET
+    selection_id: str | None = None
+    worker_id: NonNegative | UnsetType | None = UNSET
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.selection_id is None or isinstance(self.worker_id, int):
             for name in ("reservation_id", "worker_id"):
                 if getattr(self, name) is UNSET:
@@ -436,8 +446,6 @@ class ReservationRequest(PromptFields, kw_only=True):
             if not isinstance(self.worker_id, int):
                 raise msgspec.ValidationError("Expected `int`, got `null` - at `$.worker_id`")
             check_u64("worker_id", self.worker_id)
-        if self.effective_prefill_tokens is not None:
-            check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
 
 
 class ProjectionRequest(PromptFields, kw_only=True):

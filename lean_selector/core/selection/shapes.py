@@ -141,7 +141,7 @@ class AffinityTarget(msgspec.Struct, frozen=True):
 
 MOST_FAIRNESS_ID = 256  # characters
 
-EXPLANATION, OUTLOOK, HINT = 1, 2, 4
+EXPLANATION, OUTLOOK, HINT, LOAD = 1, 2, 4, 8
 
 
 class SelectionRequest(msgspec.Struct, gc=False):
@@ -164,7 +164,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
     # Stored while the request is queued: what ranks hold of the prompt, as disjoint sets of ranks.
     matches: list[tuple[Matched, int]] = []
     waited_s: float = 0.0  # seconds in the queue, set when the request is placed
-    adds: int = 0  # parts to add to the placement: EXPLANATION, OUTLOOK, HINT
+    adds: int = 0  # parts of the answer: EXPLANATION, OUTLOOK, HINT, LOAD
     target: AffinityTarget | None = None
     session_id: str | None = None  # None also if without effect: sessions off, pin, target
     favoured: int = 0  # the set of ranks that cost `bonus_blocks` less
