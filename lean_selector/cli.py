@@ -2,15 +2,17 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from lean_selector import __version__
 from lean_selector.app.flags import OneLineParser, add_flags, load
 from lean_selector.build_info import form
 
-Config = TypeVar("Config")
+if TYPE_CHECKING:
+    from lean_selector.app.service_flags import ServiceConfig
+
 # The module and function of each command; imported when the command is used.
 TOOLS: Final = {
     **{name: (name, "main") for name in ("demo", "top", "simulate", "replay", "check")},
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "and `tune` settings on the decisions of a service, `check` finds what is wrong, "
         "`deploy` prints files to run it with.",
         SelectorServiceConfig,
-        ("lean_selector.app.selector_process", "run_selector"),
+        "lean_selector.app.selector_process",
         arguments,
     )
 
@@ -79,7 +81,7 @@ def _gateway(arguments: Sequence[str]) -> int:
         "An OpenAI-compatible proxy in front of workers: sends each request to the one that is "
         "expected to produce the first token earliest, given the workers' caches and load.",
         GatewayConfig,
-        ("lean_selector.app.gateway_process", "run_gateway"),
+        "lean_selector.app.gateway_process",
         arguments,
     )
 
@@ -94,7 +96,7 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
         "Tracks active requests by worker rank: an independent service for routers that choose "
         "for themselves.",
         TrackerConfig,
-        ("lean_selector.app.slot_tracker_process", "run_slot_tracker"),
+        "lean_selector.app.slot_tracker_process",
         argv,
     )
 
@@ -102,14 +104,13 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
 def _served(
     name: str,
     description: str,
-    configured: type[Config],
-    run: tuple[str, str],
+    configured: "type[ServiceConfig]",
+    module: str,
     argv: Sequence[str] | None,
 ) -> int:
-    """Parses the flags of a service, and runs the service. Return the exit status.
-
-    `run`: the module and the function that run the service. The module is imported after the flags
-    are parsed, so that `--help` and invalid flags are answered at once."""
+    """Parses the flags of a service, and runs `serve` of `module`. Return the exit status. The
+    module is imported after the flags are parsed, so that `--help` and invalid flags are answered
+    at once."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
     version = f"{name} {__version__} ({form()})" if "--version" in arguments else ""
@@ -118,12 +119,10 @@ def _served(
     add_flags(parser, configured, briefly="--help-all" not in arguments)
     config = load(parser, configured, arguments, os.environ)
 
-    from lean_selector.app.host import StartError
+    from lean_selector.app.host import StartError, run
 
-    module, function = run
-    serve: Callable[[Config], None] = getattr(import_module(module), function)
     try:
-        serve(config)
+        run(config, import_module(module).serve)
     except StartError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return 1

@@ -14,7 +14,7 @@ from lean_selector.api.access import AccessTokens
 from lean_selector.api.metrics import prompt_families
 from lean_selector.app.gateway_flags import GatewayConfig
 from lean_selector.app.gateway_routes import prompts_of
-from lean_selector.app.host import HttpServer, StartError, new_zmq_context, run, tokens_of
+from lean_selector.app.host import HttpServer, StartError, new_zmq_context, tokens_of
 from lean_selector.app.peer_access import credentials_of
 from lean_selector.app.selector_process import SelectorParts, selector_app
 from lean_selector.gateway.fleet import GatewayFleet
@@ -30,11 +30,6 @@ from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.parts import Part
 from lean_selector.wire.exposition import Families
-
-
-def run_gateway(config: GatewayConfig) -> None:
-    """Runs the gateway until a signal stops it. Raises StartError."""
-    run(config, lambda log_state: _gateway(config, log_state))
 
 
 def _spans(endpoint: str | None) -> Any:
@@ -126,7 +121,8 @@ class Api(Part):
         self._server.abort()
 
 
-async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
+async def serve(config: GatewayConfig, log_state: logs.LogState) -> None:
+    """Runs until a signal stops it. Raises StartError."""
     call_soon, most = asyncio.get_running_loop().call_soon, config.listen.max_connections
     tokens = tokens_of(config.listen)
     context = new_zmq_context()

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import uvloop
 import zmq
@@ -32,6 +32,8 @@ from lean_selector.tasks import failed, failures, watch_process
 
 if TYPE_CHECKING:
     from lean_selector.app.server_tls import ServerTls
+
+C = TypeVar("C", bound=ServiceConfig)
 
 
 def is_beyond_loopback(host: str) -> bool:
@@ -140,12 +142,10 @@ class StartError(Exception):
     """The service cannot start. The text of the exception has one line."""
 
 
-def run(
-    config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
-) -> None:
+def run(config: C, serve: Callable[[C, logs.LogState], Coroutine[object, object, None]]) -> None:
     """Sets up the log, and logs the build (pure or compiled) and the settings that differ from the
-    defaults. Then runs `serve` on an event loop until `serve` returns. Warnings about the settings
-    are kept in `LogState.doubts`, for `serve` to log."""
+    defaults. Then runs `serve` on an event loop until a signal stops it. Warnings about the
+    settings are kept in `LogState.doubts`, for `serve` to log. Raises StartError."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
     own = {
@@ -158,7 +158,7 @@ def run(
         listen.host, asks_who=listen.is_guarded, has_allowed=bool(config.endpoints.allowed)
     )
     log_state.doubts = (*config.warnings, *exposed)
-    uvloop.run(_under_watch(serve(log_state)))
+    uvloop.run(_under_watch(serve(config, log_state)))
 
 
 async def _under_watch(service: Coroutine[object, object, None]) -> None:

@@ -17,7 +17,7 @@ from lean_selector.api.routes import Route, durable
 from lean_selector.api.selection import DumpAnswers, SelectionService
 from lean_selector.api.shared_handlers import discovery_routes
 from lean_selector.api.worker_handlers import ServiceState
-from lean_selector.app.host import HttpServer, StartError, new_zmq_context, run, tokens_of
+from lean_selector.app.host import HttpServer, StartError, new_zmq_context, tokens_of
 from lean_selector.app.picker_flags import SelectorServiceConfig
 from lean_selector.app.selector_flags import SelectorConfig
 from lean_selector.app.selector_parts import (
@@ -145,11 +145,6 @@ class SelectorParts(Parts):
 # -- the selector behind its listener --------------------------------------------------------------
 
 
-def run_selector(config: SelectorServiceConfig) -> None:
-    """Runs the selection service until a signal stops it. Raises StartError."""
-    run(config, lambda log_state: _selector(config, log_state))
-
-
 def _endpoint_picker(
     config: SelectorServiceConfig,
     parts: SelectorParts,
@@ -165,7 +160,8 @@ def _endpoint_picker(
     return EndpointPicker(parts.core, config, routes, tokens)
 
 
-async def _selector(config: SelectorServiceConfig, log_state: logs.LogState) -> None:
+async def serve(config: SelectorServiceConfig, log_state: logs.LogState) -> None:
+    """Runs until a signal stops it. Raises StartError."""
     loop = asyncio.get_running_loop()
     tokens = tokens_of(config.listen)
     context = new_zmq_context()

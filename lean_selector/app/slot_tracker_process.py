@@ -20,7 +20,6 @@ from lean_selector.app.host import (
     ExpirySweep,
     HttpServer,
     new_zmq_context,
-    run,
     tokens_of,
 )
 from lean_selector.app.service_flags import TrackerConfig
@@ -37,11 +36,6 @@ if TYPE_CHECKING:
     from lean_selector.discovery.discoveries import Discoveries
 
 MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
-
-
-def run_slot_tracker(config: TrackerConfig) -> None:
-    """Runs the slot tracker until a signal stops it. Raises StartError."""
-    run(config, lambda log_state: _slot_tracker(config, log_state))
 
 
 class TrackerUpkeep(Part):
@@ -98,7 +92,8 @@ class TrackerParts(Parts):
         return routes if self._persister is None else durable(routes, self._persister)
 
 
-async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None:
+async def serve(config: TrackerConfig, log_state: logs.LogState) -> None:
+    """Runs until a signal stops it. Raises StartError."""
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
     parts = TrackerParts(config, context)

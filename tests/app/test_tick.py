@@ -38,7 +38,7 @@ class Ticking(Part):
 def app(request):
     return encode_response(200, str(failures["tick"]).encode() + (b" ticks" if ticks > 30 else b""))
 
-async def serve(log_state):
+async def serve(config, log_state):
     connections = Connections(asyncio.get_running_loop().call_soon, Limits(), max_connections=10)
     server = host.HttpServer(lambda: HttpProtocol(app, connections), connections, listen)
     await server.start()
