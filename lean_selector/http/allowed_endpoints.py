@@ -128,17 +128,12 @@ class AllowedEndpoints:
 
 
 def _address(host: str) -> IpAddress | None:
-    """Parse an IP address, also in forms such as 127.1 or 0x7f000001. None for a host name."""
+    """Parse an IP address as a connection would, also 127.1 or 0x7f000001. None for a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
-        found: IpAddress = ipaddress.ip_address(text)
-    except ValueError:
-        if re.fullmatch(r"[0-9a-fx.]+", text) is None:
-            return None
-        try:  # such as 127.1, 0x7f000001, 017700000001
-            return ipaddress.IPv4Address(socket.inet_aton(text))
-        except OSError:
-            return None
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        return found.ipv4_mapped
-    return found
+        told = socket.getaddrinfo(text, None, flags=socket.AI_NUMERICHOST)[0][4][0]
+    except (OSError, UnicodeError):
+        return None
+    found = ipaddress.ip_address(told)
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return mapped or found
