@@ -146,9 +146,8 @@ async def serve(config: GatewayConfig, log_state: logs.LogState) -> None:
     )
     faced = Connections(call_soon, limits, max_connections=most, refusal=http_refusal)
     app = handler if tokens is None else guarded(handler, tokens, front.counts, faced)
-    server = HttpServer(partial(StreamingProtocol, app, faced), faced, config.listen, "gateway")
-    if tokens is not None:
-        server.watch(tokens.reload)
+    new_protocol = partial(StreamingProtocol, app, faced)
+    server = HttpServer(new_protocol, faced, config.listen, "gateway", tokens=tokens)
     await api.start()
     await server.start()
     server.watch(lambda again: api.reload(again) if again else None)  # else its `sweep` does

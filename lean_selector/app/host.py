@@ -188,12 +188,14 @@ class HttpServer:
     port_flag: str = "--port"
     tls_flags: str = "--tls"
     spoken: str = "http/1.1"
+    tokens: AccessTokens | None = None  # their file is reloaded with the others
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._listeners: list[Listener] = []
-        self._refusals = 0, 0  # already logged
         self._reloads: list[Callable[[bool], object]] = []
+        if self.tokens is not None:
+            self.watch(self.tokens.reload)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -289,10 +291,9 @@ class HttpServer:
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
-        """Applies timeouts of connections, logs refused clients, and reloads changed files. `serve`
-        calls `sweep`. For a server that runs without `serve`, call `sweep` about every TICK_S."""
+        """Applies timeouts of connections, and reloads changed files. `serve` calls this. For a
+        server that runs without `serve`, call it about every TICK_S."""
         self.connections.sweep(now)
-        self._log_refusals()
         self.reload(False)
 
     def abort(self) -> None:
@@ -346,21 +347,6 @@ class HttpServer:
                     raise
             await asyncio.sleep(TICK_S)
 
-    def _log_refusals(self) -> None:
-        connections = self.connections
-        refusals = connections.refused, connections.bodies_refused
-        if refusals != self._refusals:
-            were, self._refusals = self._refusals, refusals
-            log.warning(
-                "clients were refused",
-                extra={
-                    "connections": refusals[0] - were[0],
-                    "bodies": refusals[1] - were[1],
-                    "open": len(connections.open),
-                    "held_bytes": connections.held_bytes,
-                },
-            )
-
 
 def os_reason(error: OSError) -> str:
     if error.errno is None:
@@ -368,10 +354,6 @@ def os_reason(error: OSError) -> str:
     if isinstance(error, socket.gaierror):  # these have their own error numbers
         return error.strerror or str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
-
-
-# -- access ----------------------------------------------------------------------------------------
-# The bearer tokens that a service accepts.
 
 
 def tokens_of(listen: ListenFlags) -> AccessTokens | None:

@@ -1,7 +1,6 @@
 """The flags of the selector. Flag names, defaults and environment variables follow section 7 of
 docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
@@ -195,11 +194,6 @@ class RouterFlags:
     pd_fallback: Literal["refuse", "local"] = flag("refuse", "--pd-fallback")
     temperature: float = dyn_flag(0.0, "--router-temperature", ge=0, common=True)
     track_prefill_tokens: bool = dyn_flag(True, "--router-track-prefill-tokens")
-
-
-def _numbers_by_name(texts: Iterable[str]) -> dict[str, float]:
-    """Return what `NAME=NUMBER` texts say; the last one counts for a name."""
-    return {name: float(number) for name, _, number in (each.rpartition("=") for each in texts)}
 
 
 def _header(text: str) -> str:
@@ -574,7 +568,10 @@ class SelectorConfig(ServiceConfig):
             overlap_refresh_after_s=refresh_s if refresh_s and refresh_s > 0.0 else None,
             assume_kv_reuse=dialect.assume_kv_reuse and not dialect.no_assume_kv_reuse,
             dialect=DIALECTS[dialect.name],
-            queue_weights=_numbers_by_name(self.queue.weights),
+            queue_weights={
+                name: float(weight)
+                for name, weight in (text.rsplit("=", 1) for text in self.queue.weights)
+            },
             ejection=made_of(EjectionSettings, self.health),
             selection_cache=made_of(SelectionCacheSettings, self.selection_cache),
             sessions=self.sessions.settings,

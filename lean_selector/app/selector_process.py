@@ -177,9 +177,7 @@ async def serve(config: SelectorServiceConfig, log_state: logs.LogState) -> None
     )
     app = selector_app(parts, connections, log_state, tokens=tokens, meters=meters)
     new_protocol = partial(HttpProtocol, app, connections)
-    server = HttpServer(new_protocol, connections, config.listen)
-    if tokens is not None:
-        server.watch(tokens.reload)
+    server = HttpServer(new_protocol, connections, config.listen, tokens=tokens)
     if picker is not None:
         await picker.server.start()
     await server.start()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from lean_selector.app.flags import Config, flag, whole_number
+from lean_selector.app.flags import Config, flag
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.zmq_endpoints import check_endpoint
 
@@ -29,34 +29,16 @@ def path(value: str) -> str:
 
 def url(value: str) -> str:
     """Parses a base URL, and removes a trailing slash."""
+    from lean_selector.http.urls import Url
+
     value = value.removesuffix("/")
-    if not value.startswith(("http://", "https://")):
-        raise ValueError(f"`{value}` is not an http:// or https:// URL")
-    if "@" in value.split("/")[2]:  # credentials would not be sent, but would appear in log lines
-        raise ValueError("credentials in a URL are not supported: use --peer-token-file")
+    Url(value)
     return value
-
-
-def port(value: str) -> int:
-    """Parses a port to bind. 0 is refused, because peers could not know the chosen port."""
-    if value.strip() == "0":
-        raise ValueError("port must be greater than zero")
-    number = whole_number(value)
-    if not 1 <= number <= 65535:
-        raise ValueError("expected 1 to 65535")
-    return number
 
 
 def endpoint(value: str) -> str:
     check_endpoint(value.strip())
     return value.strip()
-
-
-def _peer(value: str) -> str:
-    try:
-        return endpoint(value)
-    except ValueError as error:
-        raise ValueError(f"invalid replica peer endpoint `{value}`: {error}") from None
 
 
 def _host(value: str) -> str:
@@ -174,10 +156,10 @@ class ReplicaFlags:
       the same key pair
     """
 
-    port: int | None = flag(None, "--replica-sync-port", each=port, common=True)
+    port: int | None = flag(None, "--replica-sync-port", ge=1, le=65535, common=True)
     bind: str | None = flag(None, "--replica-sync-bind", each=endpoint)
     advertise: str | None = flag(None, "--replica-sync-advertise", each=endpoint, needs=_REPLICA)
-    peers: list[str] = flag([], "--replica-sync-peers", each=_peer, common=True, needs=_REPLICA)
+    peers: list[str] = flag([], "--replica-sync-peers", each=endpoint, common=True, needs=_REPLICA)
     catch_up: list[str] = flag([], "--replica-sync-catch-up", each=url, common=True, needs=_REPLICA)
     discover: list[str] = flag([], "--replica-sync-discover", each=_where, needs=_REPLICA)
     discover_http_port: int | None = flag(

@@ -117,9 +117,9 @@ async def serve(config: TrackerConfig, log_state: logs.LogState) -> None:
         connections=connections,
     )
     new_protocol = partial(HttpProtocol, app, connections)
-    server = HttpServer(new_protocol, connections, config.listen, "lean-slot-tracker")
-    if tokens is not None:
-        server.watch(tokens.reload)
+    server = HttpServer(
+        new_protocol, connections, config.listen, "lean-slot-tracker", tokens=tokens
+    )
     await server.start()
     await server.serve(parts, log_state.doubts)
     context.destroy(linger=0)

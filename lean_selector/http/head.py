@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import httptools
 
 # -- size limits of a request ----------------------------------------------------------------------
-# Size limits of a request, and the error that ends a connection. Figures: spec selection.md 1.1.
+# Figures: spec selection.md 1.1.
 
 
 class Limits(NamedTuple):
@@ -31,9 +31,7 @@ class HttpError:
 
 
 # -- the header section ----------------------------------------------------------------------------
-# The header section. httptools (llhttp) validates it, and the fields that we need are stored.
-#
-# Independent of connections, and of the end of a body (see `reader`).
+# httptools (llhttp) validates it, and the fields that we need are stored.
 
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 
@@ -204,11 +202,9 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
 
 
 # -- the authorization line ------------------------------------------------------------------------
-# The `authorization` line. It is cut out of header sections before they are cached, and recognized
-# by a keyed digest.
-#
-# Neither this class nor the reader's caches store a credential: they store the position of the
-# line, and digests with random keys of this process. RFC 9110 section 11.6.2, RFC 6750 section 2.1.
+# It is cut out of header sections before they are cached, and recognized by a keyed digest. Neither
+# this class nor the reader's caches store a credential: they store the position of the line, and
+# digests with random keys of this process. RFC 9110 section 11.6.2, RFC 6750 section 2.1.
 
 # A line whose value every parser accepts. The name may be in any case.
 _LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")

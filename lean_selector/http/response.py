@@ -112,8 +112,6 @@ def with_connection(response: Response, option: bytes) -> bytes:
 
 
 # -- an answer that is sent later ------------------------------------------------------------------
-# An answer that is sent later: the app makes it, and the connection waits for it.
-#
 # Defines which callbacks its end calls, in which order. Independent of HTTP and transports.
 
 

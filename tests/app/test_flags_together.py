@@ -61,7 +61,7 @@ def test_no_removed_flag_is_left_and_what_is_named_instead_exists() -> None:
         ),
         (
             "--replica-sync-port 9092 --replica-sync-peers tcp://a:1,foo",
-            "invalid replica peer endpoint `foo`",  # as the reference has it
+            "--replica-sync-peers: invalid value `tcp://a:1,foo`: invalid ZMQ endpoint `foo`",
         ),
         ('--discover-defaults {"worker_id":1}', "worker_id differs between workers"),
         ("--discover etcd:a", "expected file:PATH"),
