@@ -40,6 +40,7 @@ ALLOWED = {
     ("client/drivers.py", "Driver._spawn", "create_task"),
     # its caller waits for it, and is raised what it raised
     ("client/sync_router.py", "LoopThread.run", "run_coroutine_threadsafe"),
+    ("embedded/service.py", "Running.at_once", "run_coroutine_threadsafe"),
     # it runs a loop, which tells its errors
     ("client/sync_router.py", "LoopThread._running", "Thread"),
     # close() raises what it raised; of a client that is dropped there is nobody to tell

@@ -4,7 +4,7 @@ In the Python values, the keys of maps by dp_rank are ints (in JSON, strings). C
 sequence for a list. This module checks only types; the code that serves HTTP checks the values."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -34,28 +34,19 @@ class SelectionServiceError(Exception):
 
 
 _KINDS = {404: "not_found", 409: "conflict", 429: "scheduler", 503: "scheduler"}
-# HTTP responses have no kind; these messages mean `not_ready`.
-_NOT_READY = ("no schedulable workers", "selection service is shutting down")
 _NO_SUCH_RANK = "Worker WorkerWithDpRank"
-
-
-def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
-    """Return the exception for an HTTP error response with this status and message."""
-    if status in (400, 413, 415, 422):
-        return ValueError(message)
-    kind = _KINDS.get(status, "internal")
-    if message.startswith(_NOT_READY):
-        kind = "not_ready"
-    elif message.startswith(_NO_SUCH_RANK):
-        kind = "sequence"
-    return SelectionServiceError(message, status, kind)
 
 
 def refusal(error: SelectorError) -> ValueError | SelectionServiceError:
     """Return the exception that SelectionService raises for an error of the selector."""
+    if error.status in (400, 413, 415, 422):
+        return ValueError(error.message)
+    kind = _KINDS.get(error.status, "internal")
     if isinstance(error, NoWorkers):
-        return SelectionServiceError(error.message, error.status, "not_ready")
-    return refusal_of(error.status, error.message)
+        kind = "not_ready"
+    elif error.message.startswith(_NO_SUCH_RANK):
+        kind = "sequence"
+    return SelectionServiceError(error.message, error.status, kind)
 
 
 def shut_down() -> SelectionServiceError:
@@ -64,77 +55,56 @@ def shut_down() -> SelectionServiceError:
 
 # -- requests and records --------------------------------------------------------------------------
 
+T = TypeVar("T")
 Fields = dict[str, Any]
 Done = tuple[()]  # the result of methods that only report success
 
 _PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 per hash
 
 
-def fields_of(name: str, given: object) -> Fields:
-    """Copies `given`, a map of any type, to a dict of JSON types. Raises ValueError."""
+def body_of(kind: type[T], name: str, given: object) -> T:
+    """Return `given`, a map of any type, as the body of a route. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
-    for key in given:
-        _check_text("a field's name", key)
-    return {key: _plain(str(key), value) for key, value in given.items()}
-
-
-def _plain(name: str, value: object) -> object:
-    """Converts maps and sequences of any type to dicts and lists, recursively; keeps bytes. Raises
-    ValueError for other types that JSON lacks."""
-    _check_text(name, value)
-    if value is None or isinstance(value, (str, bytes, bytearray)):
-        return value
-    if isinstance(value, (int, float)):
-        return _number(value)
-    if isinstance(value, Mapping):
-        for key in value:
-            _check_text(name, key)
-        return {key: _plain(f"{name}.{key}", each) for key, each in value.items()}
-    if isinstance(value, memoryview):
-        if name in _PACKED and value.itemsize == 1:
-            return value.tobytes()
-        view = value
+    fields: dict[object, object] = {}
+    for field, value in given.items():
         try:
-            value = view.tolist()
-        except NotImplementedError:
-            raise ValueError(f"{name}: memoryview of format {view.format!r}") from None
-    if not isinstance(value, (Sequence, set, frozenset)):
-        raise ValueError(f"{name}: {type(value).__name__} is not a JSON type")
-    items = value if isinstance(value, (list, tuple)) else list(value)
-    if items and type(items[0]) is int:  # many tokens or hashes, whose reader checks them
-        return items
-    return [_plain(f"{name}[{place}]", each) for place, each in enumerate(items)]
-
-
-def _check_text(name: str, value: object) -> None:
-    """Raises ValueError for a string that UTF-8 cannot encode. Python allows such strings, JSON
-    does not."""
+            fields[field] = _as_json(field, value)
+        except (ValueError, OverflowError, NotImplementedError) as error:
+            raise ValueError(f"{field}: {error}") from None
     try:
-        if isinstance(value, str):
-            value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name}: not valid Unicode") from None
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
 
-def _number(value: int | float) -> int | float:
-    """Return the number as a plain int or float, if its type is a subclass."""
-    if isinstance(value, bool) or type(value) in (int, float):
-        return value
-    return int(value) if isinstance(value, int) else float(value)
+def _as_json(field: object, value: object) -> object:
+    """Return a value of the types that a body has: those of JSON, and bytes."""
+    if isinstance(value, memoryview) and (field not in _PACKED or value.itemsize > 1):
+        value = value.tolist()
+    if isinstance(value, list | tuple) and value and type(value[0]) is int:
+        return value  # many tokens or hashes, whose reader checks them
+    if field in BY_RANK and isinstance(value, Mapping):
+        for dp_rank in value:
+            if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or dp_rank < 0:
+                raise ValueError(f"keys are ranks, as int, not {dp_rank!r}")
+        value = {str(dp_rank): each for dp_rank, each in value.items()}
+    return msgspec.msgpack.decode(_encode(value))
 
 
-def worker_fields(name: str, given: object) -> Fields:
-    """Return the description of a worker as a dict of JSON types. Raises ValueError."""
-    fields = fields_of(name, given)
-    for field in BY_RANK:
-        by_rank = fields.get(field)
-        if isinstance(by_rank, Mapping):
-            for dp_rank in by_rank:
-                if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or dp_rank < 0:
-                    raise ValueError(f"{field}: keys are ranks, as int, not {dp_rank!r}")
-            fields[field] = {str(dp_rank): value for dp_rank, value in by_rank.items()}
-    return fields
+def _plain(value: object) -> object:
+    """Return a value of a type that JSON lacks as one that it has. Raises ValueError."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):  # of a subclass
+            return kind(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise ValueError(f"{type(value).__name__} is not a JSON type")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def record(decoded: Fields) -> Fields:
@@ -142,11 +112,6 @@ def record(decoded: Fields) -> Fields:
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}
-    return decoded
-
-
-def readiness(decoded: Fields) -> Fields:
-    decoded["workers"] = list(map(record, decoded["workers"]))
     return decoded
 
 

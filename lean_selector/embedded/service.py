@@ -25,19 +25,16 @@ from lean_selector.app.replication import Replication
 from lean_selector.app.selector_flags import SelectorConfig
 from lean_selector.app.selector_process import SelectorParts
 from lean_selector.core.errors import NotFound, SelectorError
-from lean_selector.core.numbers import not_a, number, optional, whole
+from lean_selector.core.numbers import not_a
 from lean_selector.embedded.dialect import (
     Done,
     Fields,
     SelectionCacheConfig,
-    fields_of,
-    readiness,
+    body_of,
     record,
     refusal,
-    refusal_of,
     selection_id_of,
     shut_down,
-    worker_fields,
     worker_id_of,
 )
 from lean_selector.tasks import watched
@@ -71,18 +68,10 @@ class _Context(zmq.asyncio.Context):
     (pyzmq's own references are weak. With an open socket, terminating a context waits forever.)"""
 
     kept: list[zmq.asyncio.Socket] = []
-    looked_through_at: int = 64
-
-    def __init__(self, io_threads: int) -> None:
-        super().__init__(io_threads=io_threads)
-        self.kept = []
 
     def socket(self, *kind: Any, **more: Any) -> zmq.asyncio.Socket:
         made = super().socket(*kind, **more)
-        if len(self.kept) >= self.looked_through_at:
-            self.kept = [each for each in self.kept if not each.closed]
-            self.looked_through_at = 64 + 2 * len(self.kept)
-        self.kept.append(made)
+        self.kept = [*(each for each in self.kept if not each.closed), made]
         return made
 
 
@@ -98,9 +87,10 @@ class Running:
     SelectionService is garbage-collected, or the next selector starts."""
 
     def __init__(self, config: SelectorConfig) -> None:
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         for other in list(_open):
-            other.destroy_after_its_loop()
-        self._loop = asyncio.get_running_loop()
+            if other.loop.is_closed():
+                other._destroy()
         self._thread = threading.get_ident()
         self._context = _Context(io_threads=1)
         _open.add(self)
@@ -111,10 +101,10 @@ class Running:
             raise
         self.parts.start()
         self._stopping: asyncio.Task[None] | None = None
-        self._next_tick: asyncio.Handle = self._loop.call_soon(self._tick)
+        self._next_tick: asyncio.Handle = self.loop.call_soon(self._tick)
 
     def _tick(self) -> None:
-        self._next_tick = self._loop.call_later(TICK_S, self._tick)
+        self._next_tick = self.loop.call_later(TICK_S, self._tick)
         self.parts.tick(time.monotonic())
 
     # -- calls from any thread ---------------------------------------------------------------------
@@ -123,23 +113,18 @@ class Running:
         """Calls `work` on the thread of the selector's event loop, and returns the result."""
         if threading.get_ident() == self._thread:
             return work()
-        done: Future[T] = Future()
 
-        def call() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
+        async def call() -> T:
+            return work()
 
-        self._loop.call_soon_threadsafe(call)
-        return done.result(ANSWERS_WITHIN_S)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(ANSWERS_WITHIN_S)
 
     async def in_time(
         self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
     ) -> T:
         """Runs `work` on the selector's event loop, and returns the result. If the caller is
         cancelled, `work` is cancelled too; if `work` is already done, `undo` reverts its result."""
-        if asyncio.get_running_loop() is self._loop:
+        if asyncio.get_running_loop() is self.loop:
             return await work()
         if threading.get_ident() == self._thread:
             raise RuntimeError("the event loop of this SelectionService has stopped")
@@ -147,7 +132,7 @@ class Running:
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
-            task = self._loop.create_task(work())
+            task = self.loop.create_task(work())
             tasks.append(task)
             task.add_done_callback(tell)
 
@@ -166,18 +151,18 @@ class Running:
             elif undo is not None and not task.cancelled() and task.exception() is None:
                 undo(task.result())
 
-        self._loop.call_soon_threadsafe(begin)
+        self.loop.call_soon_threadsafe(begin)
         try:
             return await asyncio.shield(asyncio.wrap_future(done))
         except asyncio.CancelledError:
-            self._loop.call_soon_threadsafe(give_up)
+            self.loop.call_soon_threadsafe(give_up)
             raise
 
     # -- the end -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Begins to stop the selector, and refuses queued requests. May be called repeatedly."""
-        if self._loop.is_closed():
+        if self.loop.is_closed():
             self._destroy()
         elif self._stopping is None:
             self._next_tick.cancel()
@@ -195,10 +180,6 @@ class Running:
             raise
         self._destroy()  # before the caller continues, so that the port is free
 
-    def destroy_after_its_loop(self) -> None:
-        if self._loop.is_closed():
-            self._destroy()
-
     def _destroy(self) -> None:
         self._context.destroy(linger=0)
         _open.discard(self)
@@ -211,7 +192,7 @@ class Running:
     def abandoned(self) -> None:
         """Stops the selector of a garbage-collected SelectionService. Works in any thread."""
         try:
-            self._loop.call_soon_threadsafe(self.stop)
+            self.loop.call_soon_threadsafe(self.stop)
         except RuntimeError:  # the loop is closed
             self._destroy()
 
@@ -246,22 +227,19 @@ def config_of(
     session_affinity_ttl_secs: float | None,
 ) -> SelectorConfig:
     """Return the selector's configuration, from these arguments and environment variables. Raises
-    ValueError, or TypeError for a wrong type, with the name of the setting."""
+    ValueError, or TypeError for what is no list of peers, with the name of the setting."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
         raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
     cache = selection_cache or SelectionCacheConfig()
-    ttl_s, entries, size = cache.ttl_secs, cache.max_entries, cache.max_bytes
     given = {
-        "--threads": whole("indexer_threads", indexer_threads),
+        "--threads": indexer_threads,
         "--indexer-peers": _joined("indexer_peers", indexer_peers),
-        "--replica-sync-port": optional(whole, "replica_sync_port", replica_sync_port),
+        "--replica-sync-port": replica_sync_port,
         "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
-        "--session-affinity-ttl-secs": optional(
-            number, "session_affinity_ttl_secs", session_affinity_ttl_secs
-        ),
-        "--selection-cache-ttl-secs": optional(number, "selection_cache.ttl_secs", ttl_s),
-        "--selection-cache-max-entries": optional(whole, "selection_cache.max_entries", entries),
-        "--selection-cache-max-bytes": optional(whole, "selection_cache.max_bytes", size),
+        "--session-affinity-ttl-secs": session_affinity_ttl_secs,
+        "--selection-cache-ttl-secs": cache.ttl_secs,
+        "--selection-cache-max-entries": cache.max_entries,
+        "--selection-cache-max-bytes": cache.max_bytes,
     }
     if replica_sync_peers and replica_sync_port is None:
         raise ValueError("replica_sync_peers requires replica_sync_port")
@@ -319,8 +297,8 @@ class SelectionService:
         session_affinity_ttl_secs: float | None = None,
     ) -> None:
         """`indexer_threads` is accepted for compatibility; there is one thread. Raises ValueError,
-        also for an invalid environment variable; TypeError for an argument of a wrong type;
-        and OSError if the replica port cannot be bound."""
+        also for an invalid environment variable; TypeError for what is no list of peers or no
+        SelectionCacheConfig; and OSError if the replica port cannot be bound."""
         self._config = config_of(
             indexer_threads,
             indexer_peers,
@@ -380,14 +358,14 @@ class SelectionService:
     async def upsert_worker(self, worker: object) -> Fields:
         """Registers or replaces a worker; returns the worker's record."""
         self._check_open()
-        body = _body(WorkerRequest, worker_fields("worker", worker))
+        body = body_of(WorkerRequest, "worker", worker)
         return record(await self._call(self._handlers.register, body))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
         """Changes the given fields that are not None; returns the worker's record."""
         self._check_open()
         worker_id = worker_id_of(worker_id)
-        body = _body(WorkerPatch, worker_fields("patch", patch))
+        body = body_of(WorkerPatch, "patch", patch)
         return record(await self._call(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:
@@ -406,21 +384,22 @@ class SelectionService:
     def ready(self) -> Fields:
         """Return whether at least one worker can be chosen, and the records of all workers."""
         before = {"ready": False, "schedulable_workers": 0, "workers": []}
-        return readiness(self._call_at_once(lambda parts: parts.service.ready, before=before))
+        found: Fields = self._call_at_once(lambda parts: parts.service.ready, before=before)
+        return {**found, "workers": list(map(record, found["workers"]))}
 
     # -- selections and reservations ---------------------------------------------------------------
 
     async def select(self, request: object) -> Fields:
         """Chooses a rank. A choice with a selection_id is cached for create_reservation."""
         self._check_open()
-        body = _body(_SELECT, fields_of("request", request))
+        body = body_of(_SELECT, "request", request)
         return await self._call(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
         """Chooses a rank and reserves it, in one step. If queueing is enabled, the call may wait.
         If the caller is cancelled, the request leaves the queue, and nothing stays reserved."""
         self._check_open()
-        body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
+        body = body_of(_SELECT_AND_RESERVE, "request", request)
         service = self._handlers
 
         def undo(booked: Fields) -> None:
@@ -433,7 +412,7 @@ class SelectionService:
         """Reserves the rank that `select` chose for the request's selection_id. If the request has
         a worker_id, the rank `dp_rank` (default 0) of that worker is reserved instead."""
         self._check_open()
-        body = _body(_RESERVATION, fields_of("request", request))
+        body = body_of(_RESERVATION, "request", request)
         return await self._call(self._handlers.reserve, body)
 
     async def prefill_complete(self, selection_id: str) -> Done:
@@ -446,7 +425,7 @@ class SelectionService:
         """Reports one more block of output. With a `decay_fraction` (0 to 1), the new block and all
         blocks that only this request has count as this fraction of a block in the rank's load."""
         name = selection_id_of(selection_id)
-        body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
+        body = body_of(OutputBlockRequest, "request", {"decay_fraction": decay_fraction})
         if self._call_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
             raise refusal(NotFound(f"reservation {name} not found"))
 
@@ -470,13 +449,13 @@ class SelectionService:
 
     async def potential_loads(self, request: object) -> list[Fields]:
         """Return the load that each rank would have with this prompt."""
-        body = _body(_PROJECTION, fields_of("request", request))
+        body = body_of(_PROJECTION, "request", request)
         rows: Any = await self._call(self._handlers.potential_loads, body)
         return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
         """Return how many blocks of this prompt each rank has cached, by tier."""
-        body = _body(_PROJECTION, fields_of("request", request))
+        body = body_of(_PROJECTION, "request", request)
         return await self._call(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
@@ -551,13 +530,6 @@ def _is_on_a_loop() -> bool:
     return True
 
 
-def _body(kind: type[T], fields: Fields) -> T:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise ValueError(str(error)) from None
-
-
 def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
     """Return query parameters. The HTTP handlers know a routing group as tenant_id (D2)."""
     filters = {"model_name": model_name, "tenant_id": routing_group}
@@ -596,5 +568,5 @@ async def _awaited(handler: Handler, arguments: Sequence[object]) -> Any:
         raise refusal(body)
     if isinstance(body, Exception):
         log.error("a request that waited could not be answered", exc_info=body)
-        raise refusal_of(500, INTERNAL_ERROR.error)
+        raise refusal(SelectorError(INTERNAL_ERROR.error))
     return _decoded(body)
