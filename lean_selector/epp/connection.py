@@ -86,7 +86,7 @@ class _Stream:
         self._trailers: list[tuple[bytes, bytes]] | None = None  # once nothing more is said
         self._input = bytearray()  # of an incomplete message
         self.unsent = bytearray()
-        self.withheld = 0  # bytes of the window that were not given back
+        self._taken = 0  # bytes of the window that were not given back
         self.handler: ExtProcStream | None = None  # None: a health check
 
     def send(self, *told: bytes) -> None:
@@ -128,15 +128,17 @@ class _Stream:
             if self._trailers is not None and not unsent:
                 h2.send_headers(number, self._trailers, end_stream=True)
                 self._connection.forget(number)
-            elif self.withheld and len(unsent) <= MAX_UNSENT_BYTES:
-                size, self.withheld = self.withheld, 0
+            elif self._taken > STREAM_WINDOW // 4 and len(unsent) <= MAX_UNSENT_BYTES:
+                size, self._taken = self._taken, 0
                 h2.increment_flow_control_window(size, number)
         except ProtocolError:  # it was reset meanwhile
             self._connection.forget(number)
         self._connection.flush()
 
-    def take(self, data: bytes) -> None:
-        """Takes bytes of the peer, and handles the messages that are complete."""
+    def take(self, data: bytes, size: int) -> None:
+        """Takes bytes of the peer, and handles the messages that are complete. `size`: that of the
+        frame, which its window counts."""
+        self._taken += size
         connection, pending = self._connection, self._input
         pending += data
         connection.hold(len(data))
@@ -148,7 +150,7 @@ class _Stream:
             elif size > MAX_MESSAGE_BYTES:
                 self.fail(_RESOURCE_EXHAUSTED, f"a message has {size} bytes")
             elif len(pending) < end:
-                return
+                break
             else:
                 message = bytes(pending[_MESSAGE_HEAD:end])
                 del pending[:end]
@@ -160,6 +162,8 @@ class _Stream:
         if self._trailers is not None:
             connection.hold(-len(pending))
             pending.clear()
+        elif self._taken > STREAM_WINDOW // 4:
+            self.go_on()
 
     def _tell_health(self, data: bytes) -> None:
         try:
@@ -205,6 +209,7 @@ class PickerConnection(asyncio.Protocol):
         self._preface = _PREFACE_BYTES  # that are missing
         self._is_put_off = self._is_paused = self._is_closing = self._is_reading = False
         self._has_room = False  # of windows, since responses were last sent on
+        self._taken = 0  # bytes of the connection's window that were not given back
         self._empty = 0  # frames of these since `_counted_at`
         self._counted_at = 0.0
         self.held_bytes = 0
@@ -389,14 +394,13 @@ class PickerConnection(asyncio.Protocol):
             stream.handler = self._new_stream(stream, credential)
 
     def _on_data(self, number: int, data: bytes, size: int) -> None:
+        self._taken += size
+        if self._taken > CONNECTION_WINDOW // 4:
+            self.h2.increment_flow_control_window(self._taken)
+            self._taken = 0
         stream = self._streams.get(number)
         if stream is not None:
-            stream.take(data)
-            if size and len(stream.unsent) > MAX_UNSENT_BYTES:
-                stream.withheld += size
-                self.h2.increment_flow_control_window(size)  # other streams need it
-                return
-        self.h2.acknowledge_received_data(size, number)
+            stream.take(data, size)
 
     # -- output --------------------------------------------------------------------------------
 
