@@ -26,7 +26,6 @@ import random
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.load.speeds import ONE_SPEED
 from lean_selector.core.rank_bits import bits_of, nth_bit
 from lean_selector.core.selection.cost import (
     burden_blocks,
@@ -35,14 +34,11 @@ from lean_selector.core.selection.cost import (
     credit_decay,
     evicted_blocks,
     favoured_blocks,
-    preferences,
     softmax,
-    taint_factor,
 )
 from lean_selector.core.selection.overlap import (
     EVERYONE,
     NOTHING,
-    Groups,
     MatchSets,
     RankSets,
     active_prefix_sets,
@@ -51,14 +47,13 @@ from lean_selector.core.selection.overlap import (
 )
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import CostTerms
-from lean_selector.core.selection.scheduler import taint_weights
+from lean_selector.core.selection.scheduler import NO_PREFERENCE, cost_factors
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # -- cells -----------------------------------------------------------------------------------------
 # A set of ranks is an int (each rank is a bit, `RankBits`), so a few `&` make the cells. How many
 # there are depends on how many different matches, active prefixes and taints there are.
 
-_NO_PREFERENCE: Groups = [(1.0, EVERYONE)]
 _NO_SHARES: RankSets = []
 
 
@@ -201,12 +196,9 @@ def cells(
     isl, new_blocks, shares = prompt.isl_tokens, 0, _NO_SHARES
     if terms.counts_decode:
         new_blocks, shares = prompt.sequence_count, active_prefix_sets(partition, request)
-    groups = _NO_PREFERENCE
-    if (preferred := preferences(request)) or request.liked:
-        weighed = taint_weights(partition, preferred, request.liked)
-        groups = [(taint_factor(weight), having) for weight, having in weighed]
-    if terms.knows_speeds and (speeds := partition.speeds.sets) is not ONE_SPEED:
-        groups = speeds if groups is _NO_PREFERENCE else _both(groups, speeds, ranks)
+    groups = NO_PREFERENCE
+    if request.preferred_taints or request.liked or terms.knows_speeds:
+        groups = cost_factors(partition, request, ranks)
     sharers = members = None
     full = partition.fullness.full() if terms.eviction else 0
     owed = partition.fullness.owed_tokens(ranks, request.role) if full else 0
@@ -235,7 +227,7 @@ def cells(
         if full and cached < isl and (evicting := alike & full):
             rest, alike = alike ^ evicting, evicting
             added += evicted_blocks(terms, isl, cached, owed, block_size)
-        if not shares and not rest and groups is _NO_PREFERENCE:  # nearly always
+        if not shares and not rest and groups is NO_PREFERENCE:  # nearly always
             found.append(Cell(pricing, alike, match, tokens, credit, new_blocks + added, 1.0))
             continue
         for part in (alike, rest) if rest else (alike,):
@@ -251,16 +243,6 @@ def cells(
     if pricing.credits_blocks:
         found = _crediting(found, pricing, partition, terms)
     return _favouring(found, pricing, request) if request.favoured else found
-
-
-def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """Intersect each set of `groups` with each set of `others`, and multiply their two factors."""
-    return [
-        (factor * other, both)
-        for other, alike in others
-        for factor, having in groups
-        if (both := alike & having & ranks)
-    ]
 
 
 def _crediting(

@@ -8,8 +8,9 @@ judged on the worker that would be chosen if there were no pairs. Then the worke
 chosen, among those for which there is another for the prefill; and then the latter. Both are booked
 in the same call, as two reservations: that of the request, without prefill, and its leg."""
 
+from collections.abc import Callable
 from copy import copy
-from typing import Final, Protocol
+from typing import Final
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -51,59 +52,45 @@ PREFILL_BUSY: Final = "prefill_busy"
 Choice = tuple[RankLoad, Placement, int]  # as `Selector.choose` returns it
 
 
-class Chooser(Protocol):
-    """The part of a Selector that pairs use; each of its methods is explained there."""
-
-    @property
-    def settings(self) -> RouterSettings: ...
-    @property
-    def reservations(self) -> Reservations: ...
-    @property
-    def pairs(self) -> dict[str, int]: ...
-
-    def choose(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        ranks: int,
-        matches: MatchSets,
-        now: float,
-    ) -> Choice: ...
-
-    def keep(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        choice: Choice,
-        matches: MatchSets,
-        now: float,
-    ) -> Placement: ...
+Choose = Callable[[SelectionRequest, int], Choice]
+Keep = Callable[[SelectionRequest, Choice], Placement]
 
 
 class Pairing:
     """The choice of one or two ranks for a request that asks for a pair."""
 
-    __slots__ = ("_matches", "_now", "_partition", "_request", "_selector")
+    __slots__ = (
+        "_choose", "_keep", "_matches", "_pairs", "_partition", "_request", "_reservations",
+        "_settings",
+    )  # fmt: skip
 
     def __init__(
         self,
-        selector: Chooser,
+        settings: RouterSettings,
+        reservations: Reservations,
+        pairs: dict[str, int],
         partition: Partition,
         request: SelectionRequest,
         matches: MatchSets,
-        now: float,
+        choose: Choose,
+        keep: Keep,
     ) -> None:
-        self._selector = selector
+        """`pairs` counts requests by reason. `choose` and `keep` are those of the selector, where
+        they are explained, for this partition and these matches."""
+        self._settings = settings
+        self._reservations = reservations
+        self._pairs = pairs
         self._partition = partition
         self._request = request
         self._matches = matches
-        self._now = now
+        self._choose = choose
+        self._keep = keep
 
     def place(self, *, waits: bool = False, among: int = -1) -> Placement | None:
         """Choose a pair, or one rank that does both, and book the choice if the request books. If
         it `waits` and has to, return None. `among`: the ranks for prefill that a request may use
         that leaves the queue. Raises SelectorError, with nothing changed."""
-        selector, partition, request = self._selector, self._partition, self._request
+        partition, request = self._partition, self._request
         alone = copy(request)
         alone.role, alone.disaggregate = DECODE, NEVER
         decoding = free_ranks(partition, alone)
@@ -129,7 +116,7 @@ class Pairing:
         usable = eligible(partition, prefill)
         if not _pairable(partition, decoding, usable):
             reason = _why_none(partition, usable)
-            if selector.settings.pd_fallback == "local":
+            if self._settings.pd_fallback == "local":
                 return self._alone(alone, decoding, reason)
             self._count(reason)
             raise NoPrefillWorker(reason)
@@ -151,8 +138,7 @@ class Pairing:
         prefilling: int,
         reason: str,
     ) -> Placement:
-        partition, request = self._partition, self._request
-        reservations = self._selector.reservations
+        partition, request, reservations = self._partition, self._request, self._reservations
         decode = copy(alone)
         decode.after_prefill, decode.terms = True, decode_terms(request.terms)
         choice = self._choose(decode, decoding)
@@ -193,12 +179,6 @@ class Pairing:
             disaggregation=Disaggregated(True, reason),
         )
 
-    def _choose(self, request: SelectionRequest, ranks: int) -> Choice:
-        return self._selector.choose(self._partition, request, ranks, self._matches, self._now)
-
-    def _keep(self, request: SelectionRequest, choice: Choice) -> Placement:
-        return self._selector.keep(self._partition, request, choice, self._matches, self._now)
-
     def _alone(self, request: SelectionRequest, ranks: int, reason: str) -> Placement:
         return self._kept(request, self._choose(request, ranks), reason)
 
@@ -208,8 +188,7 @@ class Pairing:
         return replace(placement, disaggregation=Disaggregated(False, reason))
 
     def _count(self, reason: str) -> None:
-        pairs = self._selector.pairs
-        pairs[reason] = pairs.get(reason, 0) + 1
+        self._pairs[reason] = self._pairs.get(reason, 0) + 1
 
     def _among(self, ranks: int, waits: bool, among: int) -> int:
         """Return those of `ranks` that may be used now; -1 if the request has to wait."""
@@ -230,7 +209,7 @@ class Pairing:
     def _is_cached(self, match: Matched) -> bool:
         tokens = self._request.prompt.isl_tokens
         cached = (match.device + match.host + match.disk) * self._partition.block_size
-        left, most = max(0, tokens - cached), self._selector.settings.pd_local_max_tokens
+        left, most = max(0, tokens - cached), self._settings.pd_local_max_tokens
         return not left or left < min(most, LOCAL_SHARE * tokens)
 
     def _judged(self, load: RankLoad) -> str:
@@ -238,7 +217,7 @@ class Pairing:
         partition, matches = self._partition, self._matches
         if not self._is_cached(match_of(matches, load.mask)):
             return UNCACHED
-        room, most = partition.queue.room, self._selector.settings.decode_busy_threshold
+        room, most = partition.queue.room, self._settings.decode_busy_threshold
         if load.mask & partition.busy or (room is not None and not load.mask & room.below):
             return DECODE_BUSY
         if most is not None:

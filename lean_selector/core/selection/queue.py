@@ -87,8 +87,8 @@ class Waiting:
         self.arrived_at = arrived_at
         self.line = line
         self.key: QueuePosition = (-request.strict_priority, 0.0, -score, serial)
-        self.on_answer: Callable[[Placement | Exception], None] = _nobody
-        self.has_client: Callable[[], bool] = _yes  # asked before the request is placed
+        self.on_answer: Callable[[Placement | Exception], None] = lambda answer: None
+        self.has_client: Callable[[], bool] = lambda: True  # asked before the request is placed
         self.answer: Placement | Exception | None = None
 
     def cancel(self, now: float) -> None:
@@ -116,14 +116,6 @@ class Waiting:
     def set_answer(self, answer: Placement | Exception) -> None:
         self.answer = answer
         self.on_answer(answer)
-
-
-def _nobody(answer: Placement | Exception) -> None:
-    """Ignores the answer."""
-
-
-def _yes() -> bool:
-    return True
 
 
 _position = attrgetter("key")

@@ -6,7 +6,7 @@ booked. No rank is chosen here. Whatever may have freed capacity admits requests
 partition's queue. Times are arguments, in monotonic seconds."""
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
 from lean_selector.core.errors import BadRequest, Conflict, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.health.ejections import FAILED, REFUSED
@@ -14,12 +14,19 @@ from lean_selector.core.load.shapes import Reservation, ReservationSpec
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.replication.ledger import Ledgers
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.observers import Decisions
+from lean_selector.core.selection.overlap import MatchSets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.scheduler import check_session
-from lean_selector.core.selection.shapes import DECODE, Booked, CachedSelection, PrefillChoice
+from lean_selector.core.selection.shapes import (
+    DECODE,
+    Booked,
+    CachedSelection,
+    Placement,
+    PrefillChoice,
+    SelectionRequest,
+)
 from lean_selector.core.selection.worker_health import WorkerHealth
 from lean_selector.core.settings import Dialect
 
@@ -41,6 +48,22 @@ def check_own_id(name: str, value: str, *, has_leg: bool = False) -> None:
         raise BadRequest(f"{name} must not have more than {most} characters, and has {len(value)}")
     if value.endswith(LEG):
         raise BadRequest(f"{name} must not end with {LEG}, as the ids of legs do")
+
+
+class Decisions(Protocol):
+    """Receives each booked choice, and later the time to first token and the cached tokens."""
+
+    def chosen(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        matches: MatchSets,
+        placement: Placement,
+    ) -> None: ...
+
+    def reported(
+        self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
+    ) -> None: ...
 
 
 class Reservations:

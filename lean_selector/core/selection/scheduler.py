@@ -5,8 +5,13 @@ import math
 from collections.abc import Iterable
 
 from lean_selector.core.errors import NO_ENDPOINTS, AllWorkersBusy, BadRequest, Unavailable
+from lean_selector.core.load.speeds import ONE_SPEED
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.cost import effective_prefill_tokens
+from lean_selector.core.selection.cost import (
+    effective_prefill_tokens,
+    preferences,
+    taint_factor,
+)
 from lean_selector.core.selection.overlap import EVERYONE, NOTHING, Groups, by_bit
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import (
@@ -101,7 +106,29 @@ def least_ttft_s(partition: Partition, request: SelectionRequest) -> tuple[float
 
 # -- preferences -----------------------------------------------------------------------------------
 
+NO_PREFERENCE: Groups = [(1.0, EVERYONE)]
 _MANY_GROUPS = 64  # sets of ranks with different weights of their taints
+
+
+def cost_factors(partition: Partition, request: SelectionRequest, ranks: int) -> Groups:
+    """Group the ranks by the factor on their cost, which their taints and speeds give."""
+    groups = NO_PREFERENCE
+    if (preferred := preferences(request)) or request.liked:
+        weighed = taint_weights(partition, preferred, request.liked)
+        groups = [(taint_factor(weight), having) for weight, having in weighed]
+    if request.terms.knows_speeds and (speeds := partition.speeds.sets) is not ONE_SPEED:
+        groups = speeds if groups is NO_PREFERENCE else _both(groups, speeds, ranks)
+    return groups
+
+
+def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
+    """Intersect each set of `groups` with each set of `others`, and multiply their two factors."""
+    return [
+        (factor * other, both)
+        for other, alike in others
+        for factor, having in groups
+        if (both := alike & having & ranks)
+    ]
 
 
 def taint_weights(

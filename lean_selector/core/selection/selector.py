@@ -46,6 +46,7 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.selection.worker_health import WorkerHealth
 
 if TYPE_CHECKING:
+    from lean_selector.core.selection.pairs import Pairing
     from lean_selector.core.selection.watch import ChoiceWatch
     from lean_selector.core.sessions.table import SessionTables
 
@@ -231,41 +232,49 @@ class Selector:
             partition.queue.admit(now)
 
     def select(
-        self, partition: Partition, request: SelectionRequest, now: float
+        self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool = True
     ) -> Placement | Waiting:
-        """Choose a rank, and book it if `request.books`; or queue the request, if queueing is on.
-        Raises SelectorError, with nothing changed."""
+        """Choose a rank, and book it if `request.books`; or queue the request, if queueing is on
+        and it `waits`. Raises SelectorError, with nothing changed."""
         queue = partition.queue
-        room = queue.room
+        room = queue.room if waits else None
         if room is not None:
             queue.admit_next(now)  # queued requests use free capacity first
             room.advance(now)
         if request.disaggregate != NEVER or request.after_prefill:
-            return self._select_pair(partition, request, now, waits=True)
-        ranks = free_ranks(partition, request)
-        if room is not None:
-            ranks, is_next = queue.may_pass(room, ranks)
-            if not is_next:
+            matches = match_sets(partition, request.prompt.local_hashes)
+            pair = self._pairing(partition, request, matches, now).place(waits=waits)
+            if pair is None:
                 return self._wait(partition, request, now)
-        matches = match_sets(partition, request.prompt.local_hashes)
-        choice = self.choose(partition, request, ranks, matches, now)
-        placement = self.keep(partition, request, choice, matches, now)
-        if partition.shares is not None and len(queue):
+            placement = pair
+        else:
+            ranks = free_ranks(partition, request)
+            if room is not None:
+                ranks, is_next = queue.may_pass(room, ranks)
+                if not is_next:
+                    return self._wait(partition, request, now)
+            matches = match_sets(partition, request.prompt.local_hashes)
+            choice = self.choose(partition, request, ranks, matches, now)
+            placement = self.keep(partition, request, choice, matches, now)
+        if waits and partition.shares is not None and len(queue):
             partition.shares.charge(request, placement)
         return placement
 
-    def _select_pair(
-        self, partition: Partition, request: SelectionRequest, now: float, *, waits: bool
-    ) -> Placement | Waiting:
-        from lean_selector.core.selection.pairs import Pairing
+    def _pairing(
+        self, partition: Partition, request: SelectionRequest, matches: MatchSets, now: float
+    ) -> "Pairing":
+        from lean_selector.core.selection import pairs
 
-        matches = match_sets(partition, request.prompt.local_hashes)
-        placement = Pairing(self, partition, request, matches, now).place(waits=waits)
-        if placement is None:
-            return self._wait(partition, request, now)
-        if partition.shares is not None and len(partition.queue):
-            partition.shares.charge(request, placement)
-        return placement
+        return pairs.Pairing(
+            self.settings,
+            self.reservations,
+            self.pairs,
+            partition,
+            request,
+            matches,
+            lambda part, ranks: self.choose(partition, part, ranks, matches, now),
+            lambda part, choice: self.keep(partition, part, choice, matches, now),
+        )
 
     def _wait(self, partition: Partition, request: SelectionRequest, now: float) -> Waiting:
         if self._queues.refusal is not None:
@@ -291,14 +300,9 @@ class Selector:
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Choose a rank even if requests are queued, and book it if `request.books`."""
-        if request.disaggregate != NEVER or request.after_prefill:
-            found = self._select_pair(partition, request, now, waits=False)
-            assert isinstance(found, Placement), "it does not wait"
-            return found
-        ranks = free_ranks(partition, request)
-        matches = match_sets(partition, request.prompt.local_hashes)
-        choice = self.choose(partition, request, ranks, matches, now)
-        return self.keep(partition, request, choice, matches, now)
+        found = self.select(partition, request, now, waits=False)
+        assert isinstance(found, Placement), "it does not wait"
+        return found
 
     def _place_waiting(
         self, partition: Partition, waiting: Waiting, among: int, now: float
@@ -311,11 +315,9 @@ class Selector:
         else:
             matches = request.matches
         if request.disaggregate != NEVER:
-            from lean_selector.core.selection.pairs import Pairing
-
-            found = Pairing(self, partition, request, matches, now).place(among=among)
-            assert found is not None, "it does not wait again"
-            placement = found
+            pair = self._pairing(partition, request, matches, now).place(among=among)
+            assert pair is not None, "it does not wait again"
+            placement = pair
         else:
             ranks = not_busy(partition, request, eligible(partition, request)) & among
             choice = self.choose(partition, request, ranks, matches, now)
