@@ -8,6 +8,7 @@ reasons (spec selection.md section 2; decisions D3, D6, D10). The catalog opens 
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -185,22 +186,19 @@ class SourceSink(Protocol):
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]: ...
 
 
+@dataclass(eq=False)
 class Worker:
     """A registered worker. `reasons` says why the worker cannot be scheduled, and is empty if it
     can. A draining worker finishes its requests and gets no new ones."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        reasons: list[str],
-        sources: dict[int, Source],
-        is_draining: bool = False,
-    ) -> None:
-        self.spec = spec
-        self.reasons = reasons
-        self.sources = sources
-        self.is_draining = is_draining
-        self.lifecycle = INCOMPLETE if reasons else DRAINING if is_draining else SCHEDULABLE
+    spec: WorkerSpec
+    reasons: list[str]
+    sources: dict[int, Source]
+    is_draining: bool = False
+
+    def __post_init__(self) -> None:
+        ready = DRAINING if self.is_draining else SCHEDULABLE
+        self.lifecycle = INCOMPLETE if self.reasons else ready
 
     def shown(self, dialect: Dialect) -> dict[str, Any]:
         """Return the fields of the worker's record as the API shows them. A field without a value
@@ -234,28 +232,22 @@ def _order_key(worker: Worker) -> tuple[str, str, int]:
     return *worker.spec.key, worker.spec.worker_id
 
 
+@dataclass(eq=False)
 class Catalog:
-    """All registered workers and all partitions. A method that raises has changed nothing."""
+    """All registered workers and all partitions. A method that raises has changed nothing.
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        sources: SourceSink,
-        *,
-        new_partition: Callable[[PartitionKey, int, bool], Partition],
-        on_dropped: Callable[[Partition, list[Reservation]], None],
-        on_discarded: Callable[[Partition], None] = lambda partition: None,
-        check: Callable[[WorkerSpec], None] = lambda spec: None,
-    ) -> None:
-        """`check` raises BadRequest for workers that must not be registered. `on_dropped` is called
-        with the reservations of removed ranks. `on_discarded` is called with a partition whose
-        blocks, copied from a peer, are dropped because the first worker has another block size."""
-        self._settings = settings
-        self._sources = sources
-        self.new_partition = new_partition
-        self._on_dropped = on_dropped
-        self._on_discarded = on_discarded
-        self._check = check
+    `check` raises BadRequest for workers that must not be registered. `on_dropped` is called with
+    the reservations of removed ranks. `on_discarded` is called with a partition whose blocks,
+    copied from a peer, are dropped because the first worker has another block size."""
+
+    settings: RouterSettings
+    sources: SourceSink
+    new_partition: Callable[[PartitionKey, int, bool], Partition]
+    on_dropped: Callable[[Partition, list[Reservation]], None]
+    on_discarded: Callable[[Partition], None] = lambda partition: None
+    check: Callable[[WorkerSpec], None] = lambda spec: None
+
+    def __post_init__(self) -> None:
         self.workers: dict[int, Worker] = {}
         self.revision = 0  # incremented on each visible change of `workers`
         # Every model and tenant that had a worker here, up to a limit.
@@ -263,7 +255,7 @@ class Catalog:
         # Keys of all workers, as `matching` sorts them
         self._order: list[tuple[str, str, int]] = []
         self.partitions: dict[PartitionKey, Partition] = {}
-        self.refusals = Refusals(self, settings.dialect)
+        self.refusals = Refusals(self)
 
     # -- reading -----------------------------------------------------------------------------------
 
@@ -315,7 +307,7 @@ class Catalog:
         `anew`: as DELETE and POST in one, because its engine restarted with other blocks. The
         worker's reservations and blocks go (D3). A draining worker still drains."""
         check_limits(spec)
-        self._check(spec)
+        self.check(spec)
         old = self.workers.get(spec.worker_id)
         is_draining = old is not None and old.is_draining and old.spec.endpoint == spec.endpoint
         if anew and old is not None:
@@ -346,7 +338,7 @@ class Catalog:
         fields = {name: value for name, value in changes.items() if name != "lifecycle"}
         spec = msgspec.structs.replace(worker.spec, **fields) if fields else worker.spec
         check_limits(spec)
-        self._check(spec)
+        self.check(spec)
         if lifecycle in (DRAINING, SCHEDULABLE):
             worker.is_draining = lifecycle == DRAINING
         return self._install(spec, worker.is_draining and worker.spec.endpoint == spec.endpoint)
@@ -369,7 +361,7 @@ class Catalog:
 
     def _install(self, spec: WorkerSpec, is_draining: bool) -> Worker:
         worker_id = spec.worker_id
-        reasons, sources = judged(spec, self.partitions.get(spec.key), self._settings)
+        reasons, sources = judged(spec, self.partitions.get(spec.key), self.settings)
         old = self.workers.get(worker_id)
         left = None if old is None or old.spec.key == spec.key else old.spec.key
         new = Worker(spec, reasons, sources, is_draining)
@@ -415,7 +407,7 @@ class Catalog:
         partition = self.partitions.get(spec.key)
         if partition is not None and partition.block_size != spec.block_size:
             assert not partition.established, "the worker would be incomplete"
-            self._on_discarded(partition)
+            self.on_discarded(partition)
             partition.abandon()
             partition = None
         if partition is None:
@@ -424,7 +416,7 @@ class Catalog:
         worker_id = spec.worker_id
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:
-                spoken_for = self._sources.unsubscribe(worker_id, dp_rank)
+                spoken_for = self.sources.unsubscribe(worker_id, dp_rank)
                 # A loop, because `set - dict.keys()` would visit all keys for each source.
                 others = [n for n in spoken_for if n not in worker.sources and n not in subscribed]
                 partition.index.clear(worker_id, dp_rank, *others)
@@ -433,21 +425,21 @@ class Catalog:
         dropped = partition.put_worker(spec, worker.is_draining)
         for dp_rank, source in sorted(worker.sources.items()):
             if subscribed.get(dp_rank) != source:
-                self._sources.subscribe(partition, worker_id, dp_rank, source)
+                self.sources.subscribe(partition, worker_id, dp_rank, source)
         if dropped:
-            self._on_dropped(partition, dropped)
+            self.on_dropped(partition, dropped)
 
     def _withdraw(self, worker: Worker) -> None:
         """Remove a worker from its partition, with its reservations and its blocks in the index."""
         worker_id = worker.spec.worker_id
         for dp_rank in worker.sources:
-            self._sources.unsubscribe(worker_id, dp_rank)
+            self.sources.unsubscribe(worker_id, dp_rank)
         worker.sources = {}
         partition = self.partitions.get(worker.spec.key)
         if partition is not None and worker_id in partition.workers:
             dropped = partition.remove_worker(worker_id)
             partition.index.drop_worker(worker_id)
-            self._on_dropped(partition, dropped)
+            self.on_dropped(partition, dropped)
 
     def leave(self, key: PartitionKey, worker_id: int) -> None:
         """Remove a worker from `members`, the workers that were schedulable in the partition at
@@ -459,7 +451,7 @@ class Catalog:
         partition.members.discard(worker_id)
         for member in partition.members:
             worker = self.workers.get(member)  # None if it could not be restored
-            if worker is not None and not _mismatch(worker.spec, partition, self._settings):
+            if worker is not None and not _mismatch(worker.spec, partition, self.settings):
                 return
         del self.partitions[key]
         partition.abandon()
@@ -473,9 +465,9 @@ _NAMED: Final = 4  # tenants listed in an error; a model may have thousands
 class Refusals:
     """Counts requests that were refused because no worker can serve their model and tenant."""
 
-    def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._dialect = dialect
+        self._dialect = catalog.settings.dialect
         self.known: dict[PartitionKey, int] = {}  # by model and tenant
         # By model: requests refused because the tenant never had a worker, while other tenants have
         # workers of the model.

@@ -6,6 +6,7 @@ booked. No rank is chosen here. Whatever may have freed capacity admits requests
 partition's queue. Times are arguments, in monotonic seconds."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lean_selector.core.errors import BadRequest, Conflict, DuplicateRequest, NotFound, rank_text
@@ -66,16 +67,16 @@ class Decisions(Protocol):
     ) -> None: ...
 
 
+@dataclass(eq=False)
 class Reservations:
     """Books and changes the reservations of one selector."""
 
-    def __init__(
-        self, catalog: Catalog, ledgers: Ledgers, health: WorkerHealth, dialect: Dialect
-    ) -> None:
-        self._catalog = catalog
-        self._ledgers = ledgers
-        self._health = health
-        self._dialect = dialect
+    catalog: Catalog
+    ledgers: Ledgers
+    health: WorkerHealth
+    dialect: Dialect
+
+    def __post_init__(self) -> None:
         self.decisions: Decisions | None = None  # set if there is a decision log
         self.claimed: set[str] = set()  # ids of queued requests
         # Ids booked over HTTP at this replica, with their partition. An id is stale once its
@@ -190,7 +191,7 @@ class Reservations:
         worker = partition.workers.get(worker_id)
         if worker is None:
             raise NotFound(f"schedulable worker {worker_id} not found for {self._scope(partition)}")
-        if self._dialect.claims_ids:
+        if self.dialect.claims_ids:
             self.check_unclaimed(reservation_id, partition)
         if dp_rank not in worker.ranks:
             raise NotFound(f"Worker {rank_text(worker_id, dp_rank)} not found")
@@ -219,7 +220,7 @@ class Reservations:
                 f"schedulable worker {worker_id} (dp_rank {dp_rank}) not found for "
                 f"{self._scope(partition)}"
             )
-        if self._dialect.claims_ids:
+        if self.dialect.claims_ids:
             self.check_unclaimed(reservation_id, partition)
         spec = self.book_choice(partition, cached, reservation_id, now)
         return _booked(partition, spec, worker)
@@ -236,7 +237,7 @@ class Reservations:
 
     def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
         """Return the Conflict with which this API version answers if booking raised `error`."""
-        if self._dialect.claims_ids:
+        if self.dialect.claims_ids:
             return self._taken(reservation_id)
         return Conflict(f"failed to book scheduler state: {error.message}")
 
@@ -244,7 +245,7 @@ class Reservations:
         return Conflict(f"selection {reservation_id} is already reserved or being reserved")
 
     def _scope(self, partition: Partition) -> str:
-        return self._dialect.scope(partition.model_name, partition.tenant_id)
+        return self.dialect.scope(partition.model_name, partition.tenant_id)
 
     # -- by id -------------------------------------------------------------------------------------
 
@@ -267,7 +268,7 @@ class Reservations:
             return [local]
         holders = [
             partition
-            for partition in self._catalog.partitions.values()
+            for partition in self.catalog.partitions.values()
             if reservation_id in partition.slots.reservations
         ]
         if not holders:
@@ -372,10 +373,10 @@ class Reservations:
         self.free(reservation_id, now, was_served=not reports_prefill and outcome not in _FAULTS)
         if prefill_outcome is not None and leg_load is not None:
             leg_rank = None if prefill_outcome == REFUSED else leg_load.dp_rank
-            self._health.record_outcome(leg_load.worker_id, leg_rank, prefill_outcome, now)
+            self.health.record_outcome(leg_load.worker_id, leg_rank, prefill_outcome, now)
         if outcome is not None:
             dp_rank = None if outcome == REFUSED else load.dp_rank
-            self._health.record_outcome(load.worker_id, dp_rank, outcome, now)
+            self.health.record_outcome(load.worker_id, dp_rank, outcome, now)
 
     def free(self, reservation_id: str, now: float, was_served: bool = True) -> None:
         """End a reservation. Without `was_served`, its rank is no longer assumed to cache the
@@ -464,7 +465,7 @@ class Reservations:
             how = {"is_complete": is_complete, "was_served": was_served}
             found = [
                 partition
-                for partition in self._catalog.partitions.values()
+                for partition in self.catalog.partitions.values()
                 if self.end_leg(partition, reservation_id, now, **how)
             ]
             if not found:
@@ -477,9 +478,9 @@ class Reservations:
         """Expire idle reservations, at most `max_steps` in total. If `max_steps` reservations are
         returned, call again: there may be more."""
         gone = []
-        partitions = self._catalog.partitions
+        partitions = self.catalog.partitions
         ledgers = [partition.ledger for partition in partitions.values()]
-        for ledger, expired in self._ledgers.expire(ledgers, now, max_steps):
+        for ledger, expired in self.ledgers.expire(ledgers, now, max_steps):
             partition = partitions[ledger.model_name, ledger.tenant_id]
             gone += [(partition, reservation) for reservation in expired]
             for reservation in expired:
@@ -491,7 +492,7 @@ class Reservations:
 
     def arrived(self) -> int:
         """Count all requests booked so far, here and by peers, in partitions that still exist."""
-        return sum(partition.slots.arrived for partition in self._catalog.partitions.values())
+        return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
 
 
 def _check_leg(
