@@ -226,12 +226,8 @@ class KvEventPublisher(_EventSink):
         try:
             yield batch
         finally:
-            self.publish_batch(batch)
-
-    def publish_batch(self, batch: SentBatch) -> None:
-        """Sends a batch as one message. An empty batch is not sent."""
-        if batch.events:
-            self._send(batch.events)
+            if batch.events:
+                self._send(batch.events)
 
     def _send(self, events: list[_Event]) -> None:
         payload = _encode([time.time(), events, self.data_parallel_rank])

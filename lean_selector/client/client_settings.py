@@ -5,9 +5,6 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lean_selector.core.numbers import number, optional, switch
-from lean_selector.core.selection.router_settings import RouterOverride
-
 
 class Backoff(msgspec.Struct, frozen=True):
     """Exponential backoff. The wait before retry n (from 0) is first_s * 2^n seconds plus a random
@@ -92,28 +89,21 @@ class KvRouterConfig:
 
         router_track_output_blocks: False keeps generate() from reporting output blocks.
         without_effect: settings of Dynamo that are accepted and ignored. Raises TypeError for
-        unknown names and for wrong types, ValueError for a value out of range.
+        unknown names. The service checks the values.
         """
         if unknown := without_effect.keys() - WITHOUT_EFFECT:
             raise TypeError(f"KvRouterConfig has no setting {min(unknown)!r}")
-        tracks = optional(switch, "router_track_output_blocks", router_track_output_blocks)
-        self.track_output_blocks = tracks is not False
-        numbers = {
+        self.track_output_blocks = router_track_output_blocks is not False
+        settings = {
             "overlap_score_weight": overlap_score_weight,
             "overlap_score_credit": overlap_score_credit,
             "prefill_load_scale": prefill_load_scale,
             "router_temperature": router_temperature,
             "shared_cache_multiplier": shared_cache_multiplier,
-        }
-        switches = {
             "assume_kv_reuse": router_assume_kv_reuse,
             "track_prefill_tokens": router_track_prefill_tokens,
         }
-        settings = {name: optional(number, name, value) for name, value in numbers.items()}
-        for name, value in switches.items():
-            settings[name] = optional(switch, f"router_{name}", value)
         self._override = {name: value for name, value in settings.items() if value is not None}
-        msgspec.convert(self._override, RouterOverride)  # raises a ValueError
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
         """Return the router_config_override to send: these defaults, updated with the settings of

@@ -218,36 +218,13 @@ class _Parser(OneLineParser):
         )
 
 
-def config_of(
-    indexer_threads: int,
-    indexer_peers: Sequence[str] | None,
-    replica_sync_port: int | None,
-    replica_sync_peers: Sequence[str] | None,
-    selection_cache: SelectionCacheConfig | None,
-    session_affinity_ttl_secs: float | None,
-) -> SelectorConfig:
-    """Return the selector's configuration, from these arguments and environment variables. Raises
-    ValueError, or TypeError for what is no list of peers, with the name of the setting."""
-    if not isinstance(selection_cache, SelectionCacheConfig | None):
-        raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
-    cache = selection_cache or SelectionCacheConfig()
-    given = {
-        "--threads": indexer_threads,
-        "--indexer-peers": _joined("indexer_peers", indexer_peers),
-        "--replica-sync-port": replica_sync_port,
-        "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
-        "--session-affinity-ttl-secs": session_affinity_ttl_secs,
-        "--selection-cache-ttl-secs": cache.ttl_secs,
-        "--selection-cache-max-entries": cache.max_entries,
-        "--selection-cache-max-bytes": cache.max_bytes,
-    }
-    if replica_sync_peers and replica_sync_port is None:
-        raise ValueError("replica_sync_peers requires replica_sync_port")
-    flags = ["--api=1.6"]
-    flags += [f"{flag}={value}" for flag, value in given.items() if value is not None]
+def config_of(given: dict[str, object]) -> SelectorConfig:
+    """Return the selector's configuration, from the flags that are not None and from environment
+    variables. Raises ValueError with the name of the setting."""
+    flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
     parser = _Parser(prog="SelectionService", allow_abbrev=False)
     add_flags(parser, SelectorConfig)
-    return load(parser, SelectorConfig, flags, os.environ)
+    return load(parser, SelectorConfig, ["--api=1.6", *flags], os.environ)
 
 
 def _joined(name: str, values: Sequence[str] | None) -> str | None:
@@ -299,13 +276,22 @@ class SelectionService:
         """`indexer_threads` is accepted for compatibility; there is one thread. Raises ValueError,
         also for an invalid environment variable; TypeError for what is no list of peers or no
         SelectionCacheConfig; and OSError if the replica port cannot be bound."""
+        if not isinstance(selection_cache, SelectionCacheConfig | None):
+            raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
+        if replica_sync_peers and replica_sync_port is None:
+            raise ValueError("replica_sync_peers requires replica_sync_port")
+        cache = selection_cache or SelectionCacheConfig()
         self._config = config_of(
-            indexer_threads,
-            indexer_peers,
-            replica_sync_port,
-            replica_sync_peers,
-            selection_cache,
-            session_affinity_ttl_secs,
+            {
+                "--threads": indexer_threads,
+                "--indexer-peers": _joined("indexer_peers", indexer_peers),
+                "--replica-sync-port": replica_sync_port,
+                "--replica-sync-peers": _joined("replica_sync_peers", replica_sync_peers),
+                "--session-affinity-ttl-secs": session_affinity_ttl_secs,
+                "--selection-cache-ttl-secs": cache.ttl_secs,
+                "--selection-cache-max-entries": cache.max_entries,
+                "--selection-cache-max-bytes": cache.max_bytes,
+            }
         )
         self._running: Running | None = None
         self._is_shut_down = False

@@ -28,102 +28,12 @@ WORKER = {
     "data_parallel_size": 1,
     "kv_events_endpoints": {0: "tcp://127.0.0.1:9"},
 }
-TOKENS = list(range(10))
-PINNED = {"pinned_worker": {"worker_id": FIRST, "dp_rank": 0}}
 
 Step = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def call(method: str, *arguments: Any, **named: Any) -> Step:
     return method, arguments, named
-
-
-def fixed() -> list[Step]:
-    """Each method, and what it says when it is asked for nonsense."""
-    prompt = {"token_ids": TOKENS}
-    ask = {**prompt, **PINNED}
-    explicit = {"worker_id": FIRST, "sequence_hashes": [1, -2], "isl_tokens": 10}
-    return [
-        *(call(name) for name in ("ready", "list_workers", "loads", "list_replica_peers")),
-        call("select", prompt),
-        call("create_reservation", {"selection_id": "early", **explicit}),
-        call("upsert_worker", WORKER),
-        call("upsert_worker", {**WORKER, "kv_events_endpoints": {"0": "tcp://127.0.0.1:9"}}),
-        call("upsert_worker", {**WORKER, "worker_id": "2"}),
-        call("upsert_worker", {**WORKER, "worker_id": -2}),
-        call("upsert_worker", [1]),
-        call("upsert_worker", {"model_name": "m"}),
-        call("upsert_worker", {**WORKER, "worker_id": 3, "data_parallel_size": 5000}),
-        call("upsert_worker", {**WORKER, "worker_id": 3, "endpoint": ""}),
-        call("delete_worker", 3),
-        call("delete_worker", 3),
-        call("upsert_worker", {**WORKER, "worker_id": SECOND, "endpoint": "ray://other"}),
-        call("patch_worker", FIRST, {"total_kv_blocks": 100}),
-        call("patch_worker", 77, {"total_kv_blocks": 100}),
-        call("patch_worker", FIRST, {"kv_events_endpoints": {0: "tcp://127.0.0.1:10"}}),
-        call("list_workers"),
-        call("list_workers", model_name="default"),
-        call("list_workers", routing_group="elsewhere"),
-        call("ready"),
-        call("select", ask),
-        call("select", {**ask, "selection_id": "kept"}),
-        call("select_and_reserve", {**prompt, "selection_id": "r1", "allowed_worker_ids": [FIRST]}),
-        call("select_and_reserve", {**ask, "selection_id": "r1"}),
-        call("select_and_reserve", {**ask, "selection_id": 5}),
-        call("select_and_reserve", {**prompt, "selection_id": "r2", "allowed_worker_ids": [9]}),
-        call("select_and_reserve", {**PINNED, "selection_id": "r2", "token_ids": (1, 2, 3, 4, 5)}),
-        call("select_and_reserve", {**PINNED, "selection_id": "r3", "token_ids": []}),
-        call("select_and_reserve", {**PINNED, "selection_id": "r4", "token_ids": [-1]}),
-        call("select_and_reserve", {"selection_id": "r4"}),
-        call("select_and_reserve", {**ask, "selection_id": "r4", "expected_output_tokens": 32}),
-        call("select_and_reserve", {**ask, "selection_id": "r5", "expected_output_tokens": None}),
-        call("select_and_reserve", {**ask, "selection_id": "r6", "policy_class": "x"}),
-        call("select_and_reserve", {**ask, "model_name": "unknown"}),
-        call("select_and_reserve", None),
-        call("add_output_block", "r1"),
-        call("add_output_block", "r4", decay_fraction=0.5),
-        call("add_output_block", "r4", decay_fraction=2.0),
-        *(call("add_output_block", "never"), call("add_output_block", 3), call("loads")),
-        *(call("prefill_complete", "r1"), call("prefill_complete", "r1")),
-        call("prefill_complete", "never"),
-        call("loads", model_name="default"),
-        call("loads", routing_group="elsewhere"),
-        call("potential_loads", prompt),
-        call("overlap_scores", prompt),
-        call("potential_loads", {}),
-        call("indexer_snapshot"),
-        call("create_reservation", {"selection_id": "kept"}),
-        call("create_reservation", {"selection_id": "kept"}),
-        call("create_reservation", {"selection_id": "e1", **explicit}),
-        call("create_reservation", {"selection_id": "e1", **explicit}),
-        call(
-            "create_reservation",
-            {"selection_id": "e2", **explicit, "effective_prefill_tokens": 4, "dp_rank": 0},
-        ),
-        call("create_reservation", {"selection_id": "e3", **explicit, "dp_rank": 5}),
-        call("create_reservation", {"selection_id": "e3", **explicit, "worker_id": 9}),
-        call(
-            "create_reservation", {"selection_id": "e3", **explicit, "effective_prefill_tokens": 11}
-        ),
-        call("create_reservation", {**explicit}),
-        call("create_reservation", {"selection_id": "never"}),
-        call("loads"),
-        *(call("free_reservation", name) for name in ("r1", "r1", "e1", "never")),
-        call("loads"),
-        call("register_replica_peer", "tcp://127.0.0.1:1"),
-        call("deregister_replica_peer", "tcp://127.0.0.1:1"),
-        call("recover_indexer_from_peers", ["http://127.0.0.1:1"]),
-        call("delete_worker", SECOND),
-        call("shutdown"),
-        call("shutdown"),
-        call("select", ask),
-        call("upsert_worker", WORKER),
-        call("patch_worker", FIRST, {"total_kv_blocks": 5}),
-        call("create_reservation", {"selection_id": "late", **explicit}),
-        *(call("list_workers"), call("potential_loads", prompt), call("prefill_complete", "e2")),
-        *(call("free_reservation", "e2"), call("loads"), call("delete_worker", FIRST)),
-        *(call("list_workers"), call("shutdown_async")),
-    ]
 
 
 def drawn(rng: random.Random, count: int) -> list[Step]:
@@ -209,8 +119,7 @@ async def play(service: Any, steps: list[Step]) -> None:
 
 async def main(module: str, seed: str, count: str) -> None:
     service = importlib.import_module(module).SelectionService(indexer_threads=1)
-    steps = drawn(random.Random(int(seed)), int(count)) if int(count) else fixed()
-    await play(service, steps)
+    await play(service, drawn(random.Random(int(seed)), int(count)))
     service.shutdown()
 
 

@@ -4,7 +4,7 @@ import asyncio
 import struct
 from array import array
 from collections import UserDict, UserList, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from ctypes import c_uint32
 from typing import Any
 
@@ -122,14 +122,6 @@ class Token(int):
     """As an enumeration or an array's item is one."""
 
 
-class Tokens(Sequence[int]):
-    def __getitem__(self, place: Any) -> Any:
-        return TOKENS[place]
-
-    def __len__(self) -> int:
-        return len(TOKENS)
-
-
 LISTS: tuple[Callable[[], object], ...] = (
     lambda: tuple(TOKENS),
     lambda: range(len(TOKENS)),
@@ -138,7 +130,6 @@ LISTS: tuple[Callable[[], object], ...] = (
     lambda: UserList(TOKENS),
     lambda: memoryview(array("I", TOKENS)),
     lambda: memoryview(bytes(TOKENS)),
-    lambda: Tokens(),
     lambda: [Token(each) for each in TOKENS],
     lambda: [0, *(Token(each) for each in TOKENS[1:])],
 )

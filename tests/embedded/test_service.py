@@ -98,55 +98,29 @@ async def test_a_selection_cache_of_no_entries_keeps_nothing() -> None:
 
 
 # What Python's values can say and JSON cannot: lone surrogates, and floats that are no number.
-NO_NUMBERS = [float("nan"), float("inf"), -float("inf")]
-
-
 @pytest.mark.parametrize(
-    ("field", "changes"),
+    ("method", "field", "value"),
     [
-        ("model_name", {"model_name": "\ud800"}),
-        ("taints", {"taints": ["good", "\ud800"]}),
-        ("kv_events_endpoints", {"kv_events_endpoints": {0: "tcp://\ud800:1"}}),
+        ("upsert_worker", "model_name", "\ud800"),
+        ("upsert_worker", "taints", ["good", "\ud800"]),
+        ("upsert_worker", "kv_events_endpoints", {0: "tcp://\ud800:1"}),
+        ("upsert_worker", "kv_transfer_preferred_weight", float("nan")),
+        ("select_and_reserve", "selection_id", "\ud800"),
+        ("select_and_reserve", "routing_constraints", {"required_taints": ["\udfff"]}),
         *(
-            ("kv_transfer_preferred_weight", {"kv_transfer_preferred_weight": each})
-            for each in NO_NUMBERS
+            ("select_and_reserve", "priority_jump", value)
+            for value in (float("nan"), float("inf"), -float("inf"))
         ),
     ],
 )
 @in_process
-async def test_what_json_cannot_say_is_refused_before_anything_is_registered(
-    service: SelectionService, field: str, changes: dict[str, Any]
-) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(field)}: "):
-        await service.upsert_worker(worker(**changes))
-    assert service.list_workers() == []
-
-
-@pytest.mark.parametrize(
-    ("field", "asked"),
-    [
-        ("selection_id", ask("\ud800")),
-        (
-            "routing_constraints",
-            ask("a", routing_constraints={"required_taints": ["\udfff"]}),
-        ),
-        *(("priority_jump", ask("a", priority_jump=each)) for each in NO_NUMBERS),
-        *(
-            (
-                "routing_constraints.preferred_taints.a",
-                ask("a", routing_constraints={"preferred_taints": {"a": each}}),
-            )
-            for each in NO_NUMBERS
-        ),
-    ],
-)
-@in_process
-async def test_what_json_cannot_say_is_refused_before_anything_is_booked(
-    service: SelectionService, field: str, asked: dict[str, Any]
+async def test_what_json_cannot_say_is_refused_before_anything_is_changed(
+    service: SelectionService, method: str, field: str, value: object
 ) -> None:
     await service.upsert_worker(worker())
+    given = worker(SECOND) if method == "upsert_worker" else ask("a")
     with pytest.raises(ValueError, match=f"^{re.escape(field)}: "):
-        await service.select_and_reserve(asked)
+        await getattr(service, method)({**given, field: value})
     assert rows(service) == {FIRST: (0, 0, 0)}
 
 
@@ -404,25 +378,6 @@ print(descriptors() - before)
             port = silent.getsockname()[1]
         program = program.replace("COUNT", "200")
         assert printed_by(program, f"tcp://127.0.0.1:{port}", str(free_port())) == "set()"
-
-
-def test_no_listener_is_opened() -> None:
-    program = f"""
-import asyncio, os, pathlib
-from lean_selector import SelectionService
-async def main():
-    service = SelectionService()
-    await service.upsert_worker({worker()!r})
-    rows = pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]
-    listening = [row.split() for row in rows]
-    inodes = {{row[9] for row in listening if row[3] == "0A"}}
-    links = [os.readlink(f"/proc/self/fd/{{fd}}") for fd in os.listdir("/proc/self/fd")
-             if os.path.exists(f"/proc/self/fd/{{fd}}")]
-    print([link for link in links if link[8:-1] in inodes])
-    await service.shutdown_async()
-asyncio.run(main())
-"""
-    assert printed_by(program) == "[]"
 
 
 # -- beside others ---------------------------------------------------------------------------------
