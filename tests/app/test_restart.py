@@ -120,13 +120,6 @@ def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None
                 wait_until(lambda: service.active() == 0, "and the first, from the third")
 
 
-def hears(other: RunningService, service: RunningService) -> bool:
-    """It has had a heartbeat of the process that runs now."""
-    path = "/replica_sync/peers?detail=true"
-    own, publishers = service.get(path)[1]["router_id"], other.get(path)[1]["publishers"]
-    return own in [each["router_id"] for each in publishers]
-
-
 # -- who may write ---------------------------------------------------------------------------------
 
 

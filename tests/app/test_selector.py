@@ -1,13 +1,9 @@
-"""Start and stop of the service's process, its UNIX socket, and its clock."""
+"""Start and stop of the service's process, and its UNIX socket."""
 
 import json
-import re
 import signal
 import socket
 import stat
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -89,9 +85,6 @@ def stop_accepting(service: RunningService) -> None:
     wait_until(lambda: refuses_connections(service), "the service takes no more connections")
 
 
-# -- stopping (D14) --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_service_ends_at_once_with_status_0(number: int) -> None:
     with RunningService("--drain-secs", "3600") as service, Connection(service.port) as idle:
@@ -169,26 +162,3 @@ def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path)
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
             assert new.stop()[0] == 0
     assert not path.exists()
-
-
-# -- what the clock does ---------------------------------------------------------------------------
-
-
-def test_ports_are_chosen_and_named_when_0_is_asked_for() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lean_selector", "--port", "0", "--host", "127.0.0.1"],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = threading.Timer(DEADLINE_S, process.kill)
-    deadline.start()
-    try:
-        assert process.stderr is not None
-        lines = (re.search(r" listening .*\bport=(\d+)", line) for line in process.stderr)
-        port = next(int(found[1]) for found in lines if found)
-        socket.create_connection(("127.0.0.1", port), DEADLINE_S).close()
-    finally:
-        process.terminate()
-        process.communicate()
-        deadline.cancel()
-    assert process.returncode == 0

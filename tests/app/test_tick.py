@@ -73,7 +73,8 @@ def first_line(process: "subprocess.Popen[str]") -> str:
 
 def test_a_tick_that_fails_is_counted_and_the_next_ones_come() -> None:
     with service(fails_until=3) as process:
-        client = http.client.HTTPConnection("127.0.0.1", int(first_line(process)), timeout=20)
+        port = first_line(process)
+        client = http.client.HTTPConnection("127.0.0.1", int(port), timeout=20)
         said = b""
         while not said.endswith(b" ticks"):
             client.request("GET", "/")
@@ -83,6 +84,7 @@ def test_a_tick_that_fails_is_counted_and_the_next_ones_come() -> None:
         process.send_signal(signal.SIGTERM)
         out, log = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, "refuses\nclosed\n")
+    assert f" port={port} " in log.partition(" listening ")[2].partition("\n")[0] + " "
     assert log.count("task failed: tick; the next one is due") == 3
     assert "a bug of the tick" in log
 

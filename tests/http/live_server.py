@@ -26,7 +26,7 @@ Opened = AbstractAsyncContextManager["Server"]
 
 
 class Server:
-    """A server on a free port, and an app: /park waits, /large is 8 MiB, the rest echo."""
+    """A server on a free port, and an app: /park waits, the rest echo."""
 
     def __init__(
         self, context: ssl.SSLContext | None = None, believing: ssl.SSLContext | None = None
@@ -50,8 +50,6 @@ class Server:
         self.handled += 1
         if request.body_too_large:
             return TOO_LARGE
-        if request.path == b"/large":
-            return encode_response(200, bytes(8 * MIB))
         if request.path == b"/park":
             reply = PendingReply(self.hung_up.set)
             self.parked.put_nowait(reply)

@@ -225,13 +225,6 @@ def test_large_answers_end_a_pass_early(client: Client) -> None:
     assert len(client.handled) == 4
 
 
-def test_a_reply_is_resolved_once(client: Client) -> None:
-    client.send(PARK)
-    client.parked[0].resolve(ok(b"/park"))
-    with pytest.raises(AssertionError):
-        client.parked[0].resolve(ok(b"/park"))
-
-
 # What the protocol adds to an answer.
 
 
