@@ -1,8 +1,9 @@
 """Flags as fields of frozen dataclasses: `name: type = flag(default, "--name", "VARIABLE", ge=0)`.
 
-A group of flags is a dataclass. The first line of its docstring is the title, followed by `name:
-help` for each field. A configuration is a dataclass whose fields are groups. The command line, the
-environment, the TOML file, the help and the page of flags are generated from these fields alone.
+A group of flags is a subclass of Group. The first line of its docstring is the title, followed by
+`name: help` for each field. A configuration is a dataclass whose fields are groups. The command
+line, the environment, the TOML file, the help and the page of flags are generated from these fields
+alone.
 
 The command line takes precedence over the environment, the environment over the file, the file over
 the default. An empty variable counts as unset. An invalid value stops the start with one line and
@@ -17,7 +18,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from inspect import cleandoc
 from types import NoneType
-from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import (
+    Any,
+    ClassVar,
+    Final,
+    Literal,
+    NoReturn,
+    TypeVar,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 T = TypeVar("T")
 FILE: Final = "--config"
@@ -87,8 +99,15 @@ def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
     return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class Group:
+    """Base class of a group of flags. Its subclasses are frozen dataclasses."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Config(Group):
     """Base class of a program's configuration. A subclass has one field per group of flags."""
 
     defaults: ClassVar[Mapping[str, Any]] = {}  # by flag, in place of the groups' own

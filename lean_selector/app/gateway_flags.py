@@ -2,11 +2,11 @@
 
 import json
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Final, Literal
 
-from lean_selector.app.flags import flag
+from lean_selector.app.flags import Group, flag
 from lean_selector.app.selector_flags import (
     PromptsFlags,
     SelectorConfig,
@@ -35,8 +35,7 @@ def _collector(value: str) -> str:
     return url.origin + url.target.rstrip("/")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatewayFlags:
+class GatewayFlags(Group):
     """The gateway
 
     workers: URLs of the workers, http://HOST:PORT or http://HOST:PORT/v1
@@ -84,7 +83,6 @@ class GatewayFlags:
         return [f"url:{url}{role}" for role, urls in roles for url in dict.fromkeys(urls)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class GatewayConfig(SelectorConfig):
     """The configuration of `lean-selector gateway`."""
 

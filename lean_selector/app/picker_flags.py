@@ -1,16 +1,13 @@
 """The flags of `lean-selector`: the selector's, and those of its endpoint picker."""
 
-from dataclasses import dataclass
-
-from lean_selector.app.flags import flag
+from lean_selector.app.flags import Group, flag
 from lean_selector.app.selector_flags import SelectorConfig
 from lean_selector.app.service_flags import path
 
 _NEEDS = ("--epp-port",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PickerFlags:
+class PickerFlags(Group):
     """Endpoint picker
 
     port: serve the endpoint picker of Gateway API gateways (ext_proc over gRPC) on this port; 0:
@@ -36,7 +33,6 @@ class PickerFlags:
             raise ValueError("--epp-tls-cert requires --epp-port")
 
 
-@dataclass(frozen=True, kw_only=True)
 class SelectorServiceConfig(SelectorConfig):
     """The configuration of `lean-selector`."""
 

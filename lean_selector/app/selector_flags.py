@@ -1,11 +1,11 @@
 """The flags of the selector. Flag names, defaults and environment variables follow section 7 of
 docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args
 
-from lean_selector.app.flags import FLAG, dyn_flag, flag, made_of, whole_number
+from lean_selector.app.flags import FLAG, Group, dyn_flag, flag, made_of, whole_number
 from lean_selector.app.service_flags import AccessFlags, ServiceConfig, checked_by, path, url
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.shapes import BusyThreshold
@@ -81,8 +81,7 @@ def _bytes(value: str) -> int:
 # -- the groups ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class DialectFlags:
+class DialectFlags(Group):
     """API version
 
     name: version of the HTTP API; 1.3: as in Dynamo 1.3; 1.6: as in Dynamo 1.6
@@ -113,8 +112,7 @@ class DialectFlags:
     tracking_hash: str | None = dyn_flag(None, "--router-tracking-hash", each=_name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SelectionCacheFlags:
+class SelectionCacheFlags(Group):
     """Selections reserved later by id
 
     ttl_s: how long a selection made by /select can be reserved by its selection_id alone
@@ -134,8 +132,7 @@ def _model_policy(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterFlags:
+class RouterFlags(Group):
     """Choosing a worker
 
     policy: cost function of a rank; dynamo: as in Dynamo; latency: time to first token, plus the
@@ -213,8 +210,7 @@ def _weight(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueFlags:
+class QueueFlags(Group):
     """Queueing
 
     queue_threshold: queue requests while each eligible rank has more prefill tokens than its
@@ -266,8 +262,7 @@ class QueueFlags:
         return QueueHeaders(*names, tokens, trusts=trusts, by_name=by_name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BusyFlags:
+class BusyFlags(Group):
     """Load shedding
 
     active_decode_blocks: a rank is busy if its active blocks exceed this fraction of its
@@ -293,8 +288,7 @@ class BusyFlags:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionsFlags:
+class SessionsFlags(Group):
     """Sessions
 
     ttl_s: keep a session's requests on one rank, until this long after the session's last
@@ -316,8 +310,7 @@ class SessionsFlags:
         return SessionSettings(ttl_s=self.ttl_s, is_soft=self.mode == "soft")
 
 
-@dataclass(frozen=True, kw_only=True)
-class IndexFlags:
+class IndexFlags(Group):
     """The KV index and its events
 
     recover_from: comma-separated HTTP URLs of peers whose KV index (/dump) is copied at start
@@ -332,8 +325,7 @@ class IndexFlags:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiscoverFlags:
+class DiscoverFlags(Group):
     """Discovery of workers
 
     targets: find workers at file:PATH, dns:NAME:PORT, kubernetes:NAMESPACE/SERVICE or
@@ -350,7 +342,6 @@ class DiscoverFlags:
     role_label: str = flag("llm-d.ai/role", "--role-label", needs=_FOUND)
 
 
-@dataclass(frozen=True, kw_only=True)
 class EnginesFlags(AccessFlags):
     """Requests to engines
 
@@ -369,8 +360,7 @@ class EnginesFlags(AccessFlags):
     key_file: str | None = flag(None, "--worker-key-file", each=path, needs=("--worker-cert-file",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class HealthFlags:
+class HealthFlags(Group):
     """Outlier detection and health checks
 
     failures: eject a rank temporarily after this many consecutive failed or refused requests; 0:
@@ -385,8 +375,7 @@ class HealthFlags:
     path: str = flag("/health", "--worker-health-path", each=_url_path, needs=_POLLS)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptsFlags:
+class PromptsFlags(Group):
     """Raw prompts
 
     mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; learn: nobody,
@@ -432,8 +421,7 @@ class PromptsFlags:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccessLogsFlags:
+class AccessLogsFlags(Group):
     """Gateways' access logs
 
     addresses: receive gateways' access logs at this address, and free each logged request's
@@ -448,8 +436,7 @@ class AccessLogsFlags:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageFlags:
+class PageFlags(Group):
     """Web page
 
     is_off: disable the page /ui and its data: /choices, /fleet, /prefixes
@@ -458,8 +445,7 @@ class PageFlags:
     is_off: bool = flag(False, "--no-ui")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DecisionLogFlags:
+class DecisionLogFlags(Group):
     """Decision log
 
     path: append a line per request to this file, for lean-selector simulate and replay; a line has
@@ -471,8 +457,7 @@ class DecisionLogFlags:
     share: float = flag(1.0, "--decision-log-share", ge=0.0, le=1.0, needs=("--decision-log",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class IgnoredFlags:
+class IgnoredFlags(Group):
     """For compatibility
 
     threads: accepted, without effect: one thread serves everything
@@ -492,7 +477,6 @@ class IgnoredFlags:
 # -- the configuration -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class SelectorConfig(ServiceConfig):
     """The configuration of `lean-selector`."""
 

@@ -2,10 +2,9 @@
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from lean_selector.app.flags import Config, flag
+from lean_selector.app.flags import Config, Group, flag
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.zmq_endpoints import check_endpoint
 
@@ -77,8 +76,7 @@ class TlsFiles(NamedTuple):
     client_ca: str | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ListenFlags:
+class ListenFlags(Group):
     """Listening, logging and stopping
 
     port: HTTP port; 0: any free port
@@ -126,8 +124,7 @@ class ListenFlags:
         return self.tls_client_ca is not None or self.auth_token_file is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateFlags:
+class StateFlags(Group):
     """State across restarts
 
     path: save workers, thresholds, peers and live reservations in this directory, and restore them
@@ -137,8 +134,7 @@ class StateFlags:
     path: str | None = flag(None, "--state-dir", each=path, common=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReplicaFlags:
+class ReplicaFlags(Group):
     """Replicas
 
     port: ZMQ PUB port for load events to other replicas; bound on every IPv4 interface
@@ -191,8 +187,7 @@ class ReplicaFlags:
         return self.bind if self.port is None else f"tcp://*:{self.port}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FinderFlags:
+class FinderFlags(Group):
     """Discovery
 
     interval_s: interval at which files are reread and names resolved again
@@ -209,8 +204,7 @@ class FinderFlags:
     api_ca_file: str = flag(f"{_ACCOUNT}ca.crt", "--kubernetes-ca-file", each=path)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AccessFlags:
+class AccessFlags(Group):
     """Flags for the credentials and certificates of our outbound requests."""
 
     whose: ClassVar[str]  # the flags begin with --WHOSE, as in --WHOSE-token-file
@@ -221,7 +215,6 @@ class AccessFlags:
     tls_name: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class PeersFlags(AccessFlags):
     """Requests to replicas and index peers
 
@@ -241,8 +234,7 @@ class PeersFlags(AccessFlags):
     tls_name: str | None = flag(None, "--peer-tls-name", filled=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndpointsFlags:
+class EndpointsFlags(Group):
     """Allowed endpoints
 
     allowed: allowlist for connections to workers, events, replays and peers; HOST[:PORT[-PORT]];
@@ -265,8 +257,7 @@ class EndpointsFlags:
                 raise ValueError(what + refusal)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReservationsFlags:
+class ReservationsFlags(Group):
     """Reservations
 
     reservation_expiry_s: drop a reservation this long after the last API call for this reservation
@@ -289,7 +280,6 @@ class ReservationsFlags:
 # -- the configurations ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServiceConfig(Config):
     """The configuration of every service."""
 
@@ -309,7 +299,6 @@ class ServiceConfig(Config):
         return []
 
 
-@dataclass(frozen=True, kw_only=True)
 class TrackerConfig(ServiceConfig):
     """The configuration of `lean-slot-tracker`."""
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -13,6 +12,7 @@ from lean_selector.app.flags import (
     FLAG,
     Config,
     Field,
+    Group,
     OneLineParser,
     add_flags,
     fields_of,
@@ -30,8 +30,7 @@ def _half(text: str) -> float:
     return float(text) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
+class Named(Group):
     """A group
 
     name: what it is
@@ -55,8 +54,7 @@ class Group:
             raise ValueError("--on excludes --mode slow")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Derived(Group):
+class Derived(Named):
     """Another group
 
     size: how large this one is
@@ -65,12 +63,10 @@ class Derived(Group):
     size: int = flag(4, "--size", ge=1, le=9)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Told(Config):
-    group: Group
+    group: Named
 
 
-@dataclass(frozen=True, kw_only=True)
 class ToldOther(Config):
     group: Derived
 
@@ -286,15 +282,13 @@ def test_the_short_help_is_one_screen(config: Any) -> None:
     assert parser.format_help().count("\n") <= 50
 
 
-@dataclass(frozen=True, kw_only=True)
-class Careful:
+class Careful(Group):
     """A careful group"""
 
     only: list[str] = flag([], "--only", "ONLY", filled=True)
     extra: int = flag(1, "--extra", "EXTRA", needs=("--only", "--other"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class ToldCareful(Config):
     careful: Careful
 
