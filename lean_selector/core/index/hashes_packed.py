@@ -16,8 +16,8 @@ from lean_selector.core.index.runs import POSITION_MASK
 #
 # Open addressing, in segments of 12 KiB. The low bits of a mixed hash choose the segment
 # (extendible hashing). A full segment is split in two, so the table grows by 20 us at a time,
-# however large it is. A segment that got empty is joined with its other half. A look-up takes 20 ns
-# compiled, and 2 us interpreted.
+# however large it is. Like a dict, it does not shrink: a cache that was full is full again.
+# A look-up takes 20 ns compiled, and 2 us interpreted.
 
 ABSENT: Final[i64] = -1
 # Not larger: mypyc would make a constant of 63 bits an object, and convert it at each use.
@@ -91,7 +91,6 @@ class HashTable:
         self._most_slots = most_slots
         self._bits: i64 = 0  # how many low bits of a mixed hash choose among `_segments`
         first: i64 = _FIRST_SLOTS if most_slots > _FIRST_SLOTS else most_slots
-        self._first_slots = first
         self._segments: list[_Segment] = [_Segment(first, 0)]
 
     def get(self, name: i64) -> i64:
@@ -120,15 +119,12 @@ class HashTable:
     def pop(self, name: i64) -> i64:
         """Remove a hash. Return the value of the hash, or ABSENT."""
         hashed: i64 = mixed(name)
-        index: i64 = hashed & ((1 << self._bits) - 1)
-        segment = self._segments[index]
+        segment = self._segments[hashed & ((1 << self._bits) - 1)]
         at: i64 = segment.slot_of(name, hashed)
         if at < 0:
             return ABSENT
         value: i64 = i64(segment.values[at]) + _HALF_U32
         segment.free(at)
-        if segment.used * 8 < i64(len(segment.names)):
-            self._shrink(index)
         return value
 
     def let_go(self) -> bool:
@@ -154,26 +150,6 @@ class HashTable:
         half: i64 = 1 << segment.bits
         self._place(low, index & (half - 1))
         self._place(high, (index & (half - 1)) | half)
-
-    def _shrink(self, index: i64) -> None:
-        """Save memory after a removal: undo the split of a segment, or halve a segment's slots."""
-        segment = self._segments[index]
-        slots: i64 = i64(len(segment.names))
-        if segment.bits > 0:
-            half: i64 = 1 << (segment.bits - 1)
-            other = self._segments[index ^ half]
-            if other.bits != segment.bits or other.used * 4 > slots:
-                return
-            joined = _Segment(slots, segment.bits - 1)
-            _move(segment, joined, joined)
-            _move(other, joined, joined)
-            self._place(joined, index)
-            if joined.used * 8 < slots:  # the joined segment may be small enough to be joined again
-                self._shrink(index)
-        elif slots > self._first_slots:
-            smaller = _Segment(slots // 2, 0)
-            _move(segment, smaller, smaller)
-            self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
         """Set `_segments[i]` to `segment` for all i with the low `segment.bits` bits of `index`."""
