@@ -14,8 +14,6 @@ _FEW_BITS = 24  # for so few bits, counting one by one is as fast as halving
 class RankBits:
     """Assigns a bit number to each rank. Every `acquire` needs a `release`."""
 
-    __slots__ = ("_bits", "_free", "_users", "keys")
-
     def __init__(self) -> None:
         self.keys: list[RankKey | None] = []  # by bit; None: free
         self._bits: dict[RankKey, int] = {}

@@ -77,7 +77,7 @@ def check(payloads: list[bytes], *, is_quick: bool) -> None:
     }
     assert len(dumped) <= source.held
     source.ingest.close()
-    for worker_id in source.index.workers():
+    for worker_id in {worker_id for worker_id, _ in source.index.ranks()}:
         source.index.drop_worker(worker_id)
     while source.index.sweep(1000):
         pass

@@ -30,7 +30,7 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.core.settings import EjectionSettings
-from tests.support.blocks import store_blocks
+from tests.support.blocks import matches, store_blocks
 from tests.support.driven_selector import Sources, pack, prompt_of
 from tests.support.naive_choice import Candidate, Matches, candidates, not_busy, rank_costs
 from tests.support.reservations import book
@@ -355,7 +355,7 @@ class QueueMachine(RuleBasedStateMachine):
         except SelectorError as error:
             outcome = error
         self.let_go()  # what wore off meanwhile goes to those who waited for it
-        matches = partition.index.match(request.prompt.local_hashes)
+        matched = matches(partition.index, request.prompt.local_hashes)
         try:
             ranks = self.open_to(request)
         except AllWorkersBusy:
@@ -365,12 +365,12 @@ class QueueMachine(RuleBasedStateMachine):
         if below:
             assert isinstance(outcome, Placement)
             among = below if self.waiting else ranks
-            self.check_and_book(name, request, among, matches, outcome)
+            self.check_and_book(name, request, among, matched, outcome)
         elif ranks or self.waiting:
             assert isinstance(outcome, Waiting)
             outcome.on_answer = partial(self.on_answer, name)
-            score = self.score(partition, request, matches)
-            self.waiting.append(Waiter(name, request, self.now, matches, score))
+            score = self.score(partition, request, matched)
+            self.waiting.append(Waiter(name, request, self.now, matched, score))
             self.parked[name] = outcome
         else:
             assert isinstance(outcome, Unavailable)

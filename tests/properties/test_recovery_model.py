@@ -24,6 +24,7 @@ from lean_selector.wire import dump as dumps
 from lean_selector.wire.dump_shapes import PartitionDump
 from tests.conftest import Rounds
 from tests.properties.test_vllm_model import Vllm
+from tests.support.blocks import matches
 from tests.support.kv_records import removed_blocks, stored_blocks
 
 SIZE, KEY = 2, (1, 0)
@@ -52,7 +53,9 @@ class Source:
             path = tuple(1 + (number >> at & 1) for at in range(4))
             for salt in SALTS:
                 tokens = [block for block in path for _ in range(SIZE)]
-                hit = self.index.match(local_hashes(tokens, SIZE, hash_seed(None, salt))).get(KEY)
+                hit = matches(self.index, local_hashes(tokens, SIZE, hash_seed(None, salt))).get(
+                    KEY
+                )
                 found[path, salt] = (0, 0) if hit is None else (hit.device, hit.host)
         return found
 
@@ -233,5 +236,5 @@ def test_a_replica_that_recovers_again_and_again_holds_what_one_that_never_did_h
                 often, recoveries = Source(replica.index), recoveries + 1
             prompt = tuple(engine.draw.choices((1, 2), k=9))
             local = local_hashes(prompt, SIZE, is_eagle=looks_ahead)
-            assert often.index.match(local) == never.index.match(local), prompt
+            assert matches(often.index, local) == matches(never.index, local), prompt
         assert recoveries

@@ -25,6 +25,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from tests.conftest import Rounds
+from tests.support.blocks import matches
 from tests.support.kv_records import removed_blocks, stored_blocks
 
 SIZE = 2  # tokens of a block; a hash is of one, where ends within blocks are kept
@@ -180,7 +181,7 @@ def play(engine: Vllm, new_names: type[EngineHashes], steps: int) -> None:
         for _ in range(3):
             prompt = tuple(engine.draw.choices((1, 2), k=9))
             local = local_hashes(prompt, SIZE, is_eagle=looks_ahead)
-            found = index.match(local).get((1, 0), Matched(0))
+            found = matches(index, local).get((1, 0), Matched(0))
             assert (found.device, found.host) == engine.hits(prompt), prompt
     assert not ingest.is_mismatched
     while engine.device:

@@ -25,7 +25,7 @@ from lean_selector.links.names import Resolver
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
 from lean_selector.replicas.recovery import Recovery, log_discarded
-from tests.support.blocks import remove_blocks, store_blocks
+from tests.support.blocks import matches, remove_blocks, store_blocks
 from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.replaying_engine import BLOCK_SIZE as SIZE
@@ -298,7 +298,7 @@ async def test_blocks_of_all_tiers_and_ranks_wait_for_their_worker(of: Service) 
         stored(1, 2, worker_id=8),
     )
     index, was_established = of.index, of.partition.established
-    held = of.index.match(prompt(1, 2, 3, 4, 5, 6))
+    held = matches(of.index, prompt(1, 2, 3, 4, 5, 6))
     assert {rank: (m.device, m.host, m.disk) for rank, m in held.items()} == {
         (1, 0): (2, 1, 2),
         (1, 1): (1, 0, 0),
@@ -320,7 +320,7 @@ async def test_a_child_may_come_before_its_parent_and_one_without_is_counted(of:
         stored(1, 1),  # no chain at all
         7,
     )
-    assert of.index.match(prompt(1, 2, 3, 4, 5, 6))[1, 0].device == 6
+    assert matches(of.index, prompt(1, 2, 3, 4, 5, 6))[1, 0].device == 6
     assert (recovery.blocks, recovery.skipped_events) == (6, 3)
 
 

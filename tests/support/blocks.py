@@ -1,10 +1,10 @@
-"""What an index is told of blocks, with engine hashes as ints."""
+"""What an index is told of blocks, with engine hashes as ints, and what it tells of prompts."""
 
 from collections.abc import Sequence
 
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import StoreResult, Tier
-from lean_selector.core.rank_bits import RankKey
+from lean_selector.core.index.shapes import Matched, StoreResult, Tier
+from lean_selector.core.rank_bits import RankKey, bits_of
 from tests.support.driven_selector import pack
 
 
@@ -22,3 +22,11 @@ def store_blocks(
 
 def remove_blocks(index: KvIndex, key: RankKey, tier: Tier, hashes: Sequence[int]) -> int:
     return index.remove(key, tier, pack(hashes))
+
+
+def matches(index: KvIndex, local_hashes: bytes) -> dict[RankKey, Matched]:
+    """How many leading blocks of a prompt each rank holds on each tier."""
+    sets, found = index.match_sets(local_hashes)
+    found += [(Matched(blocks), ranks) for blocks, ranks in sets]
+    keys = index.bits.keys
+    return {key: match for match, ranks in found for bit in bits_of(ranks) if (key := keys[bit])}

@@ -21,6 +21,7 @@ from lean_selector.core.selection.cost import (
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.schedulable_worker import SchedulableWorker
 from lean_selector.core.selection.shapes import SelectionRequest
+from tests.support.blocks import matches
 
 Matches = dict[tuple[int, int], Matched]
 Candidate = tuple[SchedulableWorker, RankLoad]
@@ -29,8 +30,8 @@ Candidate = tuple[SchedulableWorker, RankLoad]
 def matches_of(partition: Partition, local_hashes: bytes) -> Matches:
     """What each rank holds, block by block on the first tier that has it: what is believed to be on
     its device counts as there."""
-    found = partition.index.match(local_hashes)
-    believed = {} if partition.predicted is None else partition.predicted.match(local_hashes)
+    found = matches(partition.index, local_hashes)
+    believed = {} if partition.predicted is None else matches(partition.predicted, local_hashes)
     result = {}
     for key in found.keys() | believed.keys():
         match, device = found.get(key, Matched(0)), believed.get(key, Matched(0)).device

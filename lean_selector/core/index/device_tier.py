@@ -24,8 +24,6 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 # A retired rank is hidden at once. Its bit is reused only after its runs have been swept. Spec:
 # indexer.md section 3.1.
 
-_MAX_CACHED_MASKS = 1024  # cached results of `keys_of`
-
 
 class DeviceRank:
     """One rank's blocks in device memory. `bit`: the rank's number in sets of ranks (bit masks)."""
@@ -42,13 +40,10 @@ class DeviceRank:
 class DeviceRanks:
     """Gives each rank a bit number, by which the trie of cached blocks refers to the rank."""
 
-    __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
-
     def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
         self._new_names = new_names
         self._bits = bits
         self._by_bit: list[DeviceRank | None] = []
-        self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
         self.in_use = 0  # the bits of all ranks with a record
         # How many retired records with this bit are being swept. Until then, runs may still have
         # the old bit. If the rank was admitted again meanwhile, it is in `reborn`: it only holds
@@ -96,7 +91,6 @@ class DeviceRanks:
         self.in_use ^= bit
         self.reborn &= ~bit
         self._by_bit[rank.bit] = None
-        self._keys.clear()
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
         """Return the rank with this bit number, or None if the rank holds no block of the strand (a
@@ -109,17 +103,6 @@ class DeviceRanks:
         rank = self._by_bit[bit]
         assert rank is not None
         return rank.names.name_at(address)
-
-    def keys_of(self, bits: int) -> tuple[RankKey, ...]:
-        """Return the keys of a set of ranks, which is given as a bit mask."""
-        keys = self._keys.get(bits)
-        if keys is None:
-            if len(self._keys) >= _MAX_CACHED_MASKS:
-                self._keys.clear()
-            keys = self._keys[bits] = tuple(
-                rank.key for bit, rank in enumerate(self._by_bit) if rank and bits >> bit & 1
-            )
-        return keys
 
 
 # -- hash aliases ----------------------------------------------------------------------------------
@@ -135,8 +118,6 @@ _MAX_PARTS = 64  # at most this many partial holders of a run are tried
 class HashAliases:
     """For each strand (up to 1024 consecutive blocks of the trie), the ranks whose engine hashes
     may differ from other ranks' hashes of the same blocks. All other ranks use the same hashes."""
-
-    __slots__ = ("_odd", "_ranks")
 
     def __init__(self, ranks: DeviceRanks) -> None:
         self._ranks = ranks
@@ -240,8 +221,6 @@ _MAX_OTHERS_TO_TRIM = 16  # if at most so many ranks hold a part of it; some 1 u
 
 class DeviceTier:
     """The blocks that all ranks of one partition hold in device memory."""
-
-    __slots__ = ("_odd", "ranks", "trie")
 
     def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
         self.trie = RunTrie()

@@ -38,17 +38,6 @@ class EngineHashes:
     (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,
     8 bytes per name, little-endian. A single name is an int."""
 
-    __slots__ = (
-        "alias_at",
-        "aliases",
-        "copies",
-        "copies_revision",
-        "extra",
-        "listed",
-        "renamed",
-        "rows",
-    )
-
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
         # oldest key of a plain dict steps over the holes that removed keys leave.
@@ -273,8 +262,6 @@ class EngineHashes:
 
 class HashesInDict(EngineHashes):
     """A dict maps each hash to an address. It lacks hash 0 and hashes that several blocks share."""
-
-    __slots__ = ("_at",)
 
     def __init__(self) -> None:
         super().__init__()

@@ -186,8 +186,6 @@ class HashesPacked(EngineHashes):
     """Finds addresses by a hash table. The table lacks hash 0 and hashes that several blocks
     share."""
 
-    __slots__ = ("_table",)
-
     def __init__(self, most_slots: int = 1024) -> None:
         super().__init__()
         self._table = HashTable(most_slots)

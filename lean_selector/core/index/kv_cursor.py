@@ -109,8 +109,6 @@ class _Phase(Enum):
 class _Gap:
     """What a replay should bring: all batches from `start` on."""
 
-    __slots__ = ("is_begun", "proof", "start")
-
     def __init__(self, start: int, proof: int | None = None, is_begun: bool = False) -> None:
         self.start = start
         self.proof = proof  # digest of the batch before `start`, until it is compared
@@ -120,8 +118,6 @@ class _Gap:
 
 class _Replay:
     """A replay, from its request until the batches kept meanwhile are applied."""
-
-    __slots__ = ("digest", "is_blind", "is_shown", "next", "phase")
 
     def __init__(self, next_seq: int, digest: int | None) -> None:
         self.phase = _Phase.ASKED

@@ -55,21 +55,6 @@ def _salted(run: StoredRun, salts: dict[int, str]) -> StoredRun:
     return replace(run, salts=of_blocks) if any(of_blocks) else run
 
 
-def leading_names(
-    trie: RunTrie, rank: DeviceRank, local_hashes: bytes, blocks: int
-) -> tuple[int, ...]:
-    """Return the engine hashes of a prompt's first `blocks` blocks. The rank must hold them all."""
-    names, run, at, end = bytearray(), trie.root, 0, blocks << 3
-    while at < end:
-        assert run.children is not None
-        run = run.children[local_hashes[at : at + 8]]
-        size = min(len(run.label), end - at)
-        start = run.start << 3
-        names += rank.names.rows[run.strand][start : start + size]
-        at += size
-    return unpack(f"<{blocks}Q", names)
-
-
 def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
     key, tiers = rank.device.key, rank.lower
     for tier, held in zip(list(Tier)[1:], tiers, strict=False):

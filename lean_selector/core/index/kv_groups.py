@@ -25,8 +25,6 @@ class GroupReports:
     """Reports of one rank's full-attention groups. A `kind` is any number; reports of different
     kinds do not follow each other. Names (engine hashes) are packed, 8 bytes each."""
 
-    __slots__ = ("_ahead", "_first", "_groups", "only")
-
     def __init__(self) -> None:
         # The group that is known to be the only one, and so need not be asked for; -1: none.
         self.only = -1

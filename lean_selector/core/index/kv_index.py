@@ -17,7 +17,7 @@ block. After the newer block is removed, the hash stands for the older block aga
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
-from lean_selector.core.hashing import IS_COMPILED
+from lean_selector.core.hashing import IS_COMPILED, u64s
 from lean_selector.core.index import holes
 from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDict
@@ -45,15 +45,9 @@ DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 class Bounds:
     """How many blocks each rank of a worker may hold on the device, and on each lower tier."""
 
-    __slots__ = ("_set", "default")
-
     def __init__(self, device_blocks: int, lower_tier_blocks: int) -> None:
         self.default = device_blocks, lower_tier_blocks
-        self._set: dict[int, tuple[int, int]] = {}  # exceptions, by worker id
-
-    def __len__(self) -> int:
-        """The number of workers whose limits differ from the default."""
-        return len(self._set)
+        self._set: dict[int, tuple[int, int]] = {}  # by worker id
 
     def of(self, worker_id: int) -> tuple[int, int]:
         return self._set.get(worker_id, self.default)
@@ -65,10 +59,7 @@ class Bounds:
             device = device_blocks
         if lower_tier_blocks is not None:
             lower = lower_tier_blocks
-        if (device, lower) == self.default:
-            self.forget(worker_id)
-        else:
-            self._set[worker_id] = device, lower
+        self._set[worker_id] = device, lower
 
     def forget(self, worker_id: int) -> None:
         self._set.pop(worker_id, None)
@@ -121,8 +112,6 @@ class KvIndex:
         self.block_size = block_size
         self.evicted = 0
         self.bounds = Bounds(device_bound, lower_tier_bound)
-        # bits of a worker's ranks in `_ranks`, by worker id
-        self._dp_ranks: dict[int, set[int]] = {}
         self._ranks: dict[RankKey, Holdings] = {}  # only ranks with a block
         self._learned: dict[RankKey, LearnedFacts] = {}  # until the rank is cleared
         # By the rank of a source: the blocks that the source has stored for other ranks.
@@ -158,10 +147,6 @@ class KvIndex:
         """The ranks that hold a block on any tier, sorted."""
         return sorted(set(self._ranks).union(*[each._ranks for each in self.strays.values()]))
 
-    def workers(self) -> set[int]:
-        """The workers with at least one rank that holds a block on any tier."""
-        return set(self._dp_ranks).union(*[each._dp_ranks for each in self.strays.values()])
-
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
         """Return how many blocks a rank holds on a tier, including blocks after a missing block."""
         blocks = 0
@@ -174,19 +159,13 @@ class KvIndex:
             blocks += len(rank.lower[tier - 1])
         return blocks
 
-    def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
-        """Return, by rank, how many leading blocks of a prompt the rank holds on each tier."""
-        sets, found = self.match_sets(local_hashes)
-        found += [(Matched(blocks), ranks) for blocks, ranks in sets]
-        keys_of = self._device.ranks.keys_of
-        return {key: match for match, ranks in found for key in keys_of(ranks)}
-
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """Like `match`, but each set of ranks with equal matches is a bit mask (see `bits`).
-        Return two lists. The first has pairs (leading blocks on the device, ranks). The second has
-        pairs (match, ranks) for matches that continue on a lower tier. No rank is in both lists."""
+        """Return how many leading blocks of a prompt the ranks hold on each tier, as two lists.
+        Sets of ranks with equal matches are bit masks (see `bits`). The first list has pairs
+        (leading blocks on the device, ranks), the second has pairs (match, ranks) for matches that
+        continue on a lower tier. No rank is in both lists."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -209,12 +188,19 @@ class KvIndex:
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
 
-    def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
-        """Return a rank's engine hashes of a prompt's first `blocks` blocks. The rank must hold all
-        of these blocks on its device."""
-        from lean_selector.core.index.kv_dump import leading_names
-
-        return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
+    def leading_names(self, key: RankKey, local_hashes: bytes, most: int) -> tuple[int, ...]:
+        """Return a rank's engine hashes of the leading blocks of a prompt that it holds on its
+        device, of at most `most` blocks."""
+        rank = self._ranks.get(key)
+        if rank is None:
+            return ()
+        bit, rows = rank.device.bit, rank.device.names.rows
+        sets, path = self._device.match_sets(local_hashes)
+        blocks = min(most, sum([blocks for blocks, ranks in sets if ranks >> bit & 1]))
+        names = bytearray()
+        for run in path if blocks else ():
+            names += rows.get(run.strand, b"")[run.start << 3 :][: len(run.label)]
+        return u64s(blocks).unpack(names[: blocks << 3])
 
     # What is known of a rank beside its blocks
 
@@ -375,8 +361,8 @@ class KvIndex:
         self.bounds.forget(worker_id)
         for strays in self.strays.values():
             strays.drop_worker(worker_id)
-        ranks = {dp_rank for worker, dp_rank in self._learned if worker == worker_id}
-        return self.clear(worker_id, *ranks.union(self._dp_ranks.get(worker_id, ())))
+        known = chain(self._learned, self._ranks)
+        return self.clear(worker_id, *{rank for worker, rank in known if worker == worker_id})
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
@@ -387,8 +373,7 @@ class KvIndex:
         self.do_in_steps(self._keep_bound(worker_id))
 
     def _keep_bound(self, worker_id: int) -> Iterator[None]:
-        for dp_rank in list(self._dp_ranks.get(worker_id, ())):
-            key = worker_id, dp_rank
+        for key in [key for key in self._ranks if key[0] == worker_id]:
             while (rank := self._ranks.get(key)) is not None:
                 device, lower = self.bounds.of(worker_id)
                 is_over = self._evict_device(rank, device, _EVICTED_PER_STEP)
@@ -520,7 +505,6 @@ class KvIndex:
 
     def _admit(self, key: RankKey) -> Holdings:
         rank = self._ranks[key] = Holdings(self._device.ranks.admit(key))
-        self._dp_ranks.setdefault(key[0], set()).add(key[1])
         return rank
 
     def _release_if_empty(self, key: RankKey, rank: Holdings) -> None:
@@ -538,6 +522,3 @@ class KvIndex:
         """Remove a rank from the index, so that no match finds the rank's blocks."""
         self._lower_matches.release(rank)
         del self._ranks[key]
-        self._dp_ranks[key[0]].remove(key[1])
-        if not self._dp_ranks[key[0]]:
-            del self._dp_ranks[key[0]]

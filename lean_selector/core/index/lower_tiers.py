@@ -24,8 +24,6 @@ class Continuations:
     """Maps a block's local hash (of its own tokens) to the ranks that have such a block on a lower
     tier. Hashes with the same first 7 bytes share an entry."""
 
-    __slots__ = ("_again", "_alone", "_ranks")
-
     def __init__(self) -> None:
         # A set of ranks, or ~bit for a single rank. Most blocks are on one rank, and the set of one
         # of 4 000 ranks takes 560 bytes. So `_alone` has a shared int per rank.
@@ -97,8 +95,6 @@ class Continuations:
 
 class Edges:
     """Blocks on one tier: (parent's engine hash + local hash) -> (engine hash, set of ranks)."""
-
-    __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
     def __init__(self, continuations: Continuations) -> None:
         """`continuations` is updated whenever a rank gains or loses a block."""
@@ -234,8 +230,6 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 class LowerTier:
     """One rank's blocks on one tier below the device. Each hash has 8 bytes."""
 
-    __slots__ = ("_bit", "_edge", "_edges", "copies", "copies_revision")
-
     def __init__(self, edges: Edges, bit: int) -> None:
         """`edges` has all ranks' blocks on this tier; `bit` is the bit number of this rank."""
         self._edges = edges
@@ -309,8 +303,6 @@ class LowerTier:
 class Holdings:
     """The blocks of one rank, on all tiers."""
 
-    __slots__ = ("device", "lower")
-
     def __init__(self, device: DeviceRank) -> None:
         self.device = device
         self.lower: list[LowerTier] = []  # empty, or all of host_pinned, disk, external
@@ -338,8 +330,6 @@ _LAST = 2  # index of the last tier: host_pinned, disk, external
 
 class LowerMatches:
     """Continues matches on the lower tiers, for all ranks of one partition."""
-
-    __slots__ = ("_bits", "_continuations", "_device", "_dismantled", "_tiers", "ranks")
 
     def __init__(self, device: DeviceTier) -> None:
         self.ranks: dict[int, Holdings] = {}  # ranks with lower tiers, by bit

@@ -50,8 +50,6 @@ class Delivery:
 class OutOfTurn:
     """What is left or owed of the early batches of one source."""
 
-    __slots__ = ("_left", "_owed", "has_forgotten")
-
     def __init__(self) -> None:
         # batch -> positions of its refused events
         self._left: OrderedDict[int, set[int]] = OrderedDict()

@@ -42,8 +42,6 @@ class RoutedPrompt:
 class RankPrompts:
     """The prompts that were routed to one rank and have not expired."""
 
-    __slots__ = ("blocks", "ends", "recent", "trie")
-
     def __init__(self) -> None:
         self.trie = PromptTrie()
         self.blocks = 0  # distinct blocks

@@ -137,8 +137,6 @@ class RunTrie:
     """All runs of device blocks of a partition. A run exists as long as a rank holds one of its
     blocks, or as long as the run has a child."""
 
-    __slots__ = ("_free", "_split", "root", "strands")
-
     def __init__(self) -> None:
         self.root = Run(-1, 0, b"", None)
         self.strands: dict[int, Run] = {}  # strand -> its first run

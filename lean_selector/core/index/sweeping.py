@@ -19,8 +19,6 @@ _ENDED: Final = object()
 class Sweeps:
     """Unfinished sweeps (iterators that free memory step by step), in order of their start."""
 
-    __slots__ = ("_waiting",)
-
     def __init__(self) -> None:
         self._waiting: deque[Iterator[None]] = deque()
 

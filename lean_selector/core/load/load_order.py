@@ -20,23 +20,6 @@ class LoadOrder:
     Whoever reads `moved` also clears it. Ranks of `prefill_only` have no standing load: only their
     prefill tokens count. If `knows_prefilling`, `prefilling` has all ranks with prefill tokens."""
 
-    __slots__ = (
-        "_block_size",
-        "_by_load",
-        "_by_tokens",
-        "_is_plain",
-        "_order",
-        "_request_weight",
-        "everyone",
-        "knows_prefilling",
-        "loads",
-        "moved",
-        "prefill_only",
-        "prefilling",
-        "ranks",
-        "scale",
-    )
-
     def __init__(
         self, block_size: int, prefill_load_scale: float, request_weight: float = 0.0
     ) -> None:

@@ -18,8 +18,6 @@ HASH_BYTES: Final = 8
 class PromptTrie:
     """A trie of prompts on one or more ranks. Each run of blocks without a branch is one node."""
 
-    __slots__ = ("root",)
-
     def __init__(self) -> None:
         self.root = ActiveRun(b"", None, {}, {})
 

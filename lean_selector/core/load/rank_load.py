@@ -9,8 +9,6 @@ from lean_selector.core.rank_bits import RankKey
 class BlockWeights:
     """How many blocks of a rank have each weight other than 1: weight -> number of blocks."""
 
-    __slots__ = ("_missing", "counts")
-
     def __init__(self) -> None:
         self.counts: dict[float, int] = {}  # 0 <= weight < 1, count >= 1
         self._missing: float | None = None  # sum of (1 - weight) over these blocks; None: outdated
@@ -159,22 +157,6 @@ class RankLoad:
     Slots changes it; other code only reads it. Exceptions: LoadOrder changes `bucket` and
     `standing`, and `counts` has several writers. Sums have no upper limit; printed sums saturate at
     2^64-1 (D6)."""
-
-    __slots__ = (
-        "active_decode_blocks",
-        "active_prefill_tokens",
-        "bit",
-        "block_weights",
-        "bucket",
-        "counts",
-        "distinct_blocks",
-        "dp_rank",
-        "key",
-        "mask",
-        "reservations",
-        "standing",
-        "worker_id",
-    )
 
     def __init__(self, worker_id: int, dp_rank: int, bit: int) -> None:
         self.bit = bit

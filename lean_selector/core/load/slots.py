@@ -49,7 +49,9 @@ class Slots:
         self.booked = self.freed = self.expired = self.dropped = 0
         self.copied = 0  # copies of peers' reservations, in total
         self._trie = PromptTrie()
-        self.heard_at = 0.0  # the time argument of the last call
+        # The time argument of the last call, for what ends without a time of its own, such as a
+        # removed rank. Callers may set it.
+        self.heard_at = 0.0
         # Incremented when the live reservations or their touch times change.
         self.revision = 0
         # Each reservation is in one of these, in order of touch time, the oldest first; of
@@ -141,10 +143,6 @@ class Slots:
         self.revision += 1
         self._set_load(load, ahead_tokens, load.distinct_blocks + new_blocks)
         return reservation
-
-    def set_time(self, now: float) -> None:
-        """Set the time for what ends without a time of its own, such as a removed rank."""
-        self.heard_at = now
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
         """Release a request's prefill tokens. Return None if the request is not live; otherwise

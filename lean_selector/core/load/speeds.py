@@ -35,8 +35,6 @@ ONE_SPEED: Final = [(1.0, -1)]  # a single set: all ranks
 
 
 class RankSpeed:
-    __slots__ = ("judged", "last_at", "median", "on_trial", "recent", "sorted", "step")
-
     def __init__(self) -> None:
         self.recent: deque[float] = deque()  # seconds per token, oldest first
         self.sorted: list[float] = []  # the same, sorted
@@ -69,8 +67,6 @@ class Speeds:
 
     Read only: `sets` has pairs (time per token relative to the median rank, set of ranks). The sets
     are disjoint. The last set has all ranks that are in no other set."""
-
-    __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "prefill_only", "sets")
 
     def __init__(self) -> None:
         self.sets: list[tuple[float, int]] = ONE_SPEED

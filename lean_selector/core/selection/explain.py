@@ -249,8 +249,5 @@ def _hint(
                 most, source, endpoint = match.device, other, where
     if source is load:
         return None
-    held = partition.index.match(local_hashes).get(source.key, NOTHING).device
-    if not held:
-        return None  # the blocks are predicted, or of another source
-    names = partition.index.leading_names(source.key, local_hashes, min(most, held))
-    return FetchHint(names, endpoint)
+    names = partition.index.leading_names(source.key, local_hashes, most)
+    return FetchHint(names, endpoint) if names else None  # else predicted, or of another source

@@ -383,7 +383,7 @@ class Partition:
 
     def unclaimed(self) -> list[int]:
         """Return the ids, sorted, of unregistered workers whose blocks were copied from a peer."""
-        recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
+        recovered = {worker_id for worker_id, _ in (*self.index.ranks(), *self.watermarks)}
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:

@@ -169,7 +169,7 @@ class Selector:
         waiting = [p.queue for p in self.catalog.partitions.values() if len(p.queue)]
         if self.sessions is not None:  # sessions of removed ranks start to expire
             for partition in self.catalog.partitions.values():
-                partition.slots.set_time(now)
+                partition.slots.heard_at = now
         worker = change()
         for queue in waiting:
             queue.admit(now)

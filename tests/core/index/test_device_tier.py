@@ -18,8 +18,7 @@ from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE
 from lean_selector.core.index.kv_index import engine_hashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
-from lean_selector.core.index.shapes import Matched
-from lean_selector.core.rank_bits import RankBits, RankKey
+from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -136,10 +135,10 @@ class DeviceTierMachine(RuleBasedStateMachine):
             for key, held in self.held.items():
                 ends = (at for at in range(DEPTH) if prompt[: at + 1] not in held)
                 if leading := next(ends, DEPTH):
-                    expected[key] = Matched(leading)
+                    expected[key] = leading
             sets, path = self.tier.match_sets(pack(prompt))
-            keys_of = self.tier.ranks.keys_of
-            found = {key: Matched(blocks) for blocks, mask in sets for key in keys_of(mask)}
+            keys = self.bits.keys
+            found = {keys[bit]: blocks for blocks, mask in sets for bit in bits_of(mask)}
             assert found == expected
             masks = [mask for _, mask in sets]
             assert sum(masks) == sum(1 << self.ranks[key].bit for key in expected)

@@ -6,7 +6,7 @@ import pytest
 from lean_selector.core.index import holes, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
-from tests.support.blocks import remove_blocks, store_blocks
+from tests.support.blocks import matches, remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -30,7 +30,7 @@ def prompt(number: int, blocks: int = LENGTH) -> list[int]:
 
 
 def matched(index: KvIndex, local: list[int]) -> dict[int, int]:
-    return {worker: hit.device for (worker, _), hit in index.match(pack(local)).items()}
+    return {worker: hit.device for (worker, _), hit in matches(index, pack(local)).items()}
 
 
 def review(index: KvIndex) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lean_selector.core.index import kv_dump
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier, Watermark
-from tests.support.blocks import remove_blocks, store_blocks
+from tests.support.blocks import matches, remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 
 RANKS = [(1, 0), (1, 1), (2, 0)]
@@ -68,7 +68,7 @@ def held(index: KvIndex, path: tuple[int, ...]) -> dict[tuple[int, int], tuple[i
     """Leading blocks of a prompt by rank: on the device, and with the lower tiers."""
     return {
         rank: (found.device, found.device + found.host + found.disk)
-        for rank, found in index.match(pack(path)).items()
+        for rank, found in matches(index, pack(path)).items()
     }
 
 

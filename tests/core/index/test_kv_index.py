@@ -12,7 +12,7 @@ import pytest
 from lean_selector.core.index import device_tier, holes
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier
-from tests.support.blocks import remove_blocks, store_blocks
+from tests.support.blocks import matches, remove_blocks, store_blocks
 from tests.support.driven_selector import pack
 
 A, B, C = (1, 0), (2, 0), (3, 7)
@@ -31,7 +31,7 @@ def store(
 
 
 def match(index: KvIndex, local: list[int]) -> dict[tuple[int, int], Matched]:
-    return index.match(pack(local))
+    return matches(index, pack(local))
 
 
 def device(index: KvIndex, local: list[int]) -> dict[tuple[int, int], int]:
@@ -64,18 +64,6 @@ def test_an_index_with_as_many_runs_as_it_can_number_takes_no_more(
     results = [store(index, A, [block]) for block in (1, 2, 3, 4)]
     assert results == [StoreResult.STORED] * 3 + [StoreResult.FULL]
     assert index.total_blocks == 3
-
-
-def test_more_sets_of_ranks_than_are_remembered_still_match(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(device_tier, "_MAX_CACHED_MASKS", 2)
-    index = KvIndex(16)
-    for worker_id, block in enumerate([1, 2, 3, 4, 5]):
-        store(index, (worker_id, 0), [block])
-    for worker_id, block in enumerate([1, 2, 3, 4, 5]):
-        assert device(index, [block]) == {(worker_id, 0): 1}
-    assert len(index._device.ranks._keys) <= 2
 
 
 def test_only_whole_names_are_removed_from_a_lower_tier() -> None:
@@ -173,15 +161,6 @@ def test_blocks_in_a_ring_are_dumped_once() -> None:
 # -- seen from outside -----------------------------------------------------------------------------
 
 
-def test_the_workers_are_those_with_a_rank_that_holds_anything() -> None:
-    index = KvIndex(4)
-    store(index, A, [1])
-    store(index, C, [2])
-    assert index.workers() == {1, 3}
-    index.clear(*A)
-    assert index.workers() == {3}
-
-
 def test_the_leading_names_are_the_engines_own_across_runs_and_forks() -> None:
     index = KvIndex(4)
     store(index, A, [1, 2, 3, 4])
@@ -189,7 +168,8 @@ def test_the_leading_names_are_the_engines_own_across_runs_and_forks() -> None:
     store(index, B, [1, 2, 3], names=[11, 12, 13])
     assert index.leading_names(A, pack([1, 2, 7, 8]), 4) == (101, 102, 207, 208)
     assert index.leading_names(A, pack([1, 2, 3, 4]), 3) == (101, 102, 103)
-    assert index.leading_names(B, pack([1, 2, 3, 4]), 3) == (11, 12, 13)
+    assert index.leading_names(B, pack([1, 2, 3, 4]), 4) == (11, 12, 13)  # those that it holds
+    assert index.leading_names(C, pack([1]), 1) == ()
     assert index.leading_names(B, pack([1, 2, 3, 4]), 0) == ()
 
 
@@ -262,7 +242,7 @@ def test_blocks_that_are_told_by_their_names_alone_are_those_that_are_known() ->
     assert index.store_known(A, Tier.DEVICE, names, True) == 3
     assert [remove_blocks(index, A, Tier.DEVICE, [101, 102, 103]) for _ in range(2)] == [0, 3]
     assert index.store_known(A, Tier.DISK, names, True) == 3  # as the lower tier has them
-    assert index.match(pack([1, 2, 3])) == {A: Matched(0, 3)}
+    assert matches(index, pack([1, 2, 3])) == {A: Matched(0, 3)}
     assert [index.knows(A, tier, 102) for tier in Tier] == [False, True, True, False]
     assert not any(index.knows(each, tier, 999) for each in (A, B) for tier in Tier)
 

@@ -22,7 +22,7 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from lean_selector.wire.kv_events import NotABatch
-from tests.support.blocks import store_blocks
+from tests.support.blocks import matches, store_blocks
 from tests.support.kv_batches import decode_batch
 from tests.support.kv_records import removed_blocks, stored_blocks
 
@@ -238,7 +238,7 @@ def test_what_hangs_below_a_block_with_an_unknown_key_matches_no_prompt(key: obj
     prompt = local_hashes(tokens, 2)
 
     def matched() -> int:
-        found = source.index.match(prompt).get((7, 3))
+        found = matches(source.index, prompt).get((7, 3))
         return 0 if found is None else found.device
 
     def told(*events: object) -> None:
@@ -296,7 +296,7 @@ def test_a_recovered_index_knows_no_salts_and_its_unsalted_children_match_nobody
     salted, plain = (local_hashes(tokens, 2, hash_seed(None, salt)) for salt in ("s", None))
 
     def matched(prompt: bytes) -> int:
-        found = recovered.index.match(prompt).get((7, 3))
+        found = matches(recovered.index, prompt).get((7, 3))
         return 0 if found is None else found.device
 
     source.send(store(1, cache_salt="s"))
@@ -347,10 +347,10 @@ def test_sources_that_name_one_rank_keep_their_own_blocks() -> None:
     prompts = [[1, 1], [2, 2]]
 
     def held() -> tuple[int, int]:
-        matches = [index.match(local_hashes(prompt, 2)) for prompt in prompts]
-        strays = [each.match(local_hashes(prompts[1], 2)) for each in index.strays.values()]
-        assert (7, 1) not in matches[1]
-        return len(matches[0]), sum(map(len, strays))
+        found = [matches(index, local_hashes(prompt, 2)) for prompt in prompts]
+        strays = [matches(each, local_hashes(prompts[1], 2)) for each in index.strays.values()]
+        assert (7, 1) not in found[1]
+        return len(found[0]), sum(map(len, strays))
 
     def tell(at: int, event: Event) -> None:
         sources[at].apply(EventBatch(0, [event], []))

@@ -10,7 +10,7 @@ from lean_selector.core.index import kv_index, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.lower_tiers import ROOT, Continuations, Edges, LowerTier
 from lean_selector.core.index.shapes import Matched, Tier
-from tests.support.blocks import store_blocks
+from tests.support.blocks import matches, store_blocks
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -73,7 +73,7 @@ def chain(tier: LowerTier, parent: bytes, local: list[int]) -> None:
 def test_a_walk_ends_with_the_prompt_whatever_the_last_block_is_called() -> None:
     index = KvIndex(16)
     store_blocks(index, A, Tier.HOST_PINNED, None, [5], pack([5]))  # as the tokens of a first block
-    assert index.match(pack([5])) == {A: Matched(0, 1)}
+    assert matches(index, pack([5])) == {A: Matched(0, 1)}
 
 
 def test_a_block_that_came_again_goes_with_its_last_copy_and_another_at_once() -> None:
@@ -167,7 +167,7 @@ def test_a_rank_is_in_doubt_for_as_long_as_what_it_held_before_is_taken_apart(
     tiers = index._lower_matches._tiers
     doubtful = [tiers[0].doubtful]
     while index.sweep(1):
-        assert index.match(pack([1, 2])) == {rank: Matched(0, 1) for rank in ranks}
+        assert matches(index, pack([1, 2])) == {rank: Matched(0, 1) for rank in ranks}
         doubtful.append(tiers[0].doubtful)
     doubtful.append(tiers[0].doubtful)
     assert sorted(set(doubtful), reverse=True) == [0b11, 0b10, 0]

@@ -19,7 +19,7 @@ from lean_selector.core.index.routed import _RANKS_PER_STEP, RoutedPrompts
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import ActiveRun
 from lean_selector.core.rank_bits import RankKey
-from tests.support.blocks import store_blocks
+from tests.support.blocks import matches, store_blocks
 from tests.support.driven_selector import pack
 
 A, B = (1, 0), (1, 1)
@@ -43,7 +43,7 @@ def forget(prompts: RoutedPrompts, now: float) -> None:
 
 
 def believed(prompts: RoutedPrompts, path: list[int]) -> dict[RankKey, int]:
-    return {key: match.device for key, match in prompts.index.match(pack(path)).items()}
+    return {key: match.device for key, match in matches(prompts.index, pack(path)).items()}
 
 
 def test_the_same_prompt_again_is_remembered_once() -> None:

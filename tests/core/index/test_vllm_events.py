@@ -17,6 +17,7 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.wire.packed_events import packed_batch
+from tests.support.blocks import matches
 from tests.support.kv_batches import decode_batch
 
 P, X, Y, Z = ([block] * 4 for block in (1, 2, 3, 4))
@@ -38,7 +39,7 @@ class Engine:
 
     def match(self, tokens: list[int], mm_hashes: Any = None) -> Matched:
         local = local_hashes(tokens, 4, mm_hashes=mm_hashes, is_eagle=self.ingest.is_eagle)
-        return self.index.match(local).get((1, 0), Matched(0))
+        return matches(self.index, local).get((1, 0), Matched(0))
 
     def hit(self, tokens: list[int], mm_hashes: Any = None) -> int:
         return self.match(tokens, mm_hashes).device
@@ -79,7 +80,9 @@ def test_a_block_with_a_copy_keeps_its_salt_and_its_child_has_it(engine: Engine)
     engine.send(stored([1], P, cache_salt="s"), stored([1], P, cache_salt="s"), removed(1))
     engine.send(stored([2], X, 1))
     assert engine.hit(P + X) == 0
-    assert engine.index.match(local_hashes(P + X, 4, hash_seed(None, "s"))) == {(1, 0): Matched(2)}
+    assert matches(engine.index, local_hashes(P + X, 4, hash_seed(None, "s"))) == {
+        (1, 0): Matched(2)
+    }
 
 
 def test_a_prompt_of_one_block_that_is_computed_again_is_a_copy_whatever_comes_next(

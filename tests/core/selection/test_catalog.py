@@ -17,7 +17,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import Source, WorkerSpec
 from lean_selector.core.settings import API_1_3
-from tests.support.blocks import store_blocks
+from tests.support.blocks import matches, store_blocks
 from tests.support.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"
@@ -243,7 +243,7 @@ def busy(listening: DrivenSelector) -> DrivenSelector:
 
 
 def holders(driven: DrivenSelector) -> list[tuple[int, int]]:
-    return sorted(driven.partition.index.match(pack([1])))
+    return sorted(matches(driven.partition.index, pack([1])))
 
 
 @pytest.mark.parametrize(
@@ -347,12 +347,12 @@ def test_a_worker_whose_rank_range_moves_leaves_no_bounds_behind(deaf: DrivenSel
     index = deaf.partition.index
     for start in (64, 128, 640):
         deaf.selector.catalog.patch(1, {"data_parallel_start_rank": start})
-        assert len(index.bounds) == 1
+        assert len(index.bounds._set) == 1
         for number in range(10):
             store_blocks(index, (1, start), Tier.DEVICE, None, [number], pack([number]))
         assert index.blocks(1, start, Tier.DEVICE) == 4
     deaf.selector.catalog.patch(1, {"total_kv_blocks": None})
-    assert not index.bounds
+    assert index.bounds.of(1) == index.bounds.default
 
 
 def test_recovered_blocks_of_another_size_than_the_first_workers_are_told_of_once() -> None:
@@ -416,7 +416,7 @@ def test_a_source_at_a_new_endpoint_takes_along_what_the_former_said_of_other_ra
         store_blocks(index, (1, dp_rank), Tier.DEVICE, None, [1], pack([1]))
     listening.sources.spoken_for = {0, 3}
     listening.register(1, kv_events_endpoint="tcp://w:6000")
-    assert index.match(pack([1])) == {}
+    assert matches(index, pack([1])) == {}
 
 
 class CountedRank(int):

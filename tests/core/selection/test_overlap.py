@@ -19,7 +19,6 @@ def test_blocks_that_the_source_of_another_rank_reports_count_too() -> None:
     mask = partition.slots.ranks[1, 0].mask
     assert match_of(match_sets(partition, prompt), mask) == Matched(2)
     assert index.ranks() == [(1, 0), (1, 7)]
-    assert index.workers() == {1}
     assert index.total_blocks == 4
     assert [(run.dp_rank, run.tier) for runs in index.dump() for run in runs] == [
         (0, Tier.DEVICE),
