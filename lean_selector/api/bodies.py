@@ -3,6 +3,7 @@
 Checks a body's content type and size, decodes the body, and reports what is wrong with it, in the
 order of spec selection.md 1.1. Decision D8 says how strictly JSON is parsed."""
 
+import re
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -36,6 +37,7 @@ LONG_BODY_BYTES: Final = 32 * 1024
 COSTLY_NUMBERS = f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"
 SCOPE_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
 DETAIL = frozenset({"detail"})
+_U64 = re.compile(r"\+?0*([0-9]{1,20})")
 _WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -186,11 +188,9 @@ def worker_id_param(param: bytes) -> int:
     """Parses the worker id in a path: a decimal u64. Percent-encoding, leading zeros and a plus
     sign are accepted."""
     text = _text_param("worker_id", param)
-    digits = text[1:] if text.startswith("+") else text
-    if digits.isascii() and digits.isdigit():
-        significant = digits.lstrip("0") or "0"
-        if len(significant) <= 20 and (value := int(significant)) <= U64_MAX:
-            return value
+    found = _U64.fullmatch(text)
+    if found is not None and (value := int(found[1])) <= U64_MAX:
+        return value
     raise BadRequest(f"Invalid URL: Cannot parse `{text}` to a `u64`")
 
 

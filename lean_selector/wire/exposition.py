@@ -157,24 +157,19 @@ class FamilyGroup(Generic[T]):  # no dataclass: mypyc makes none of a generic cl
         self.families = families
 
     def text(self) -> Iterator[str]:
-        gathered: list[tuple[str, T]] = []
-
-        def gathering() -> Iterator[tuple[str, T]]:
-            for thing in self.things():
-                gathered.append(thing)
-                yield thing
-
-        things: Iterable[tuple[str, T]] = gathering()
+        things: list[tuple[str, T]] = []
+        for thing in self.things():
+            things.append(thing)
+            yield ""
         for name, kind, help, value in self.families:
             yield _head(name, kind, help)
-            for text, thing in things:
-                found = value(thing)
+            for text, of in things:
+                found = value(of)
                 if isinstance(found, list):
                     for more, number in found:
                         yield f"{name}{text[:-1]},{more}}} {number}\n"
                 else:
                     yield "" if found is None else f"{name}{text} {found}\n"
-            things = gathered  # the first metric has collected them
 
 
 @dataclass(eq=False)

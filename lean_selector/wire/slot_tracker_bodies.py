@@ -4,23 +4,17 @@ Unlike in the selector's bodies, no field may be null. A field with a default ma
 Unknown fields are ignored."""
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.numbers import U32
-from lean_selector.wire.scalars import NonNegative, check_u64, group_of, hashes_from_json
+from lean_selector.wire.scalars import NonNegative, check_u64, hashes_from_json
+from lean_selector.wire.selection_bodies import Scoped
 
 
-class ScopedBody(msgspec.Struct, kw_only=True):
+class ScopedBody(Scoped, kw_only=True):
     """The fields of every body: the model and the tenant (`tenant_id` or `routing_group`, D2)."""
 
     model_name: str
-    tenant_id: str | UnsetType = UNSET
-    routing_group: str | UnsetType = UNSET
-
-    def group(self) -> str:
-        """Return the tenant. Raises BadRequest if a given tenant_id and routing_group differ."""
-        return group_of(self.tenant_id, self.routing_group)
 
 
 class WorkerBody(ScopedBody, kw_only=True):
