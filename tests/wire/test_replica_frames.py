@@ -199,9 +199,7 @@ def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
 
 
 PARTS = {
-    "more": ("event", "x"),
     "request_id": ("event", "request_id"),
-    "lora": ("event", "lora_name"),
     "worker": ("event", "worker"),
     "data": ("event", "data"),
     "tokens": ("event", "data", "AddRequest", "token_sequence"),
@@ -229,47 +227,20 @@ def swapped(**parts: object) -> bytes:
 Raw = msgspec.Raw
 MORE_ACCEPTED = {
     "as it is": swapped(),
-    "integers not of least size": swapped(
-        worker={"worker_id": Raw(b"\xd3" + bytes(7) + b"\x07"), "dp_rank": 1}
-    ),
-    "strings not of least size": swapped(
-        request_id=Raw(b"\xdb\0\0\0\x03req"), lora=Raw(b"\xd9\x07adapter")
-    ),
     "long array": swapped(tokens=Raw(b"\xdd\0\0\0\x02\x01\xcf" + b"\xff" * 8)),
-    "ignored values of every type": swapped(
-        more=[
-            None, True, -1, 1.5, Raw(b"\xca\0\0\0\0"), Raw(b"\xd0\xff"), Raw(b"\xd1\xff\xff"),
-            Raw(b"\xd2" + b"\xff" * 4), 2**15, 2**31, "y", b"z", [], {}, Raw(b"\xc7\x01\x05a"),
-            Raw(b"\xd4\x05a"), Raw(b"\xa1\xff"), Raw(b"\xde\0\x01\x01\x02"),
-        ]
-    ),
-}  # fmt: skip
+}
 MORE_REFUSED = {
-    "key of no string": swapped(worker={"worker_id": 7, "dp_rank": 1, None: 1}),
     "dp_rank beyond u32": swapped(worker={"worker_id": 7, "dp_rank": 2**32}),
-    "worker_id a boolean": swapped(worker={"worker_id": True, "dp_rank": 1}),
-    "worker a number": swapped(worker=7),
-    "positional worker": swapped(worker=[7, 1]),
-    "integer keys": swapped(worker={0: 7, 1: 1}),
-    "text as bytes": swapped(request_id=Raw(b"\xc5\0\x03req")),
     "tokens as bytes": swapped(tokens=b"\1\2"),
     "track_prefill_tokens nil": swapped(track=None),
-    "track_prefill_tokens a number": swapped(track=1),
     "tokens a map": swapped(tokens={}),
     "tokens a string": swapped(tokens="ab"),
     "AddRequest without payload": swapped(data="AddRequest"),
     "Free with payload": swapped(data={"Free": 1}),
-    "data nil": swapped(data=None),
-    "no variant": swapped(data={}),
-    "variant beyond the third": swapped(data={3: {}}),
     "invalid UTF-8": swapped(request_id=Raw(b"\xa3r\xffq")),
     "duration without nanos": swapped(duration={"secs": 2}),
-    "reserved tag": swapped(request_id=Raw(b"\xc1")),
-    "nil": b"\xc0",
-    "a number": b"\x05",
     "arrays without end": b"\x91" * 5000,
     "an array that is not there": b"\xdd\xff\xff\xff\xff",
-    "an ext that is not there": b"\xc9\xff\xff\xff\xff",
 }
 
 
@@ -338,11 +309,6 @@ def test_a_prompt_of_a_million_tokens_travels_whatever_its_hashes(blocks: int, l
     values = [2**63 + 12345] * (blocks - 1) + [last]
     assert payload.count(msgspec.msgpack.encode(values)) == 1  # each in its shortest form
     assert decode_event(odd(values)).sequence_hashes == hashes
-
-
-def test_a_list_that_begins_with_integers_may_hold_a_large_text_where_nobody_reads_it() -> None:
-    payload = odd([1, 2, 3], x=[*range(100), "t" * 100_000, *range(100)])
-    assert decode_event(payload).sequence_hashes == hashes_of(1, 2, 3)
 
 
 def test_integers_of_all_lengths_are_read_from_a_long_odd_array() -> None:

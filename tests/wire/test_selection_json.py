@@ -109,8 +109,8 @@ BAD_RANKS = ["", "x", "+1", "01", "1.0", "1a", " 1"]
 WRONG_WORKERS: dict[str, list[str]] = {
     "worker_id": ["1e2", str(2**64)],
     "total_kv_blocks": [str(2**64), "1.0"],
-    "taints": ["null", '"a"', "[null]"],
-    "topology_domains": ["null", '{"a":1}', '[["a","b"]]'],
+    "taints": ["null"],
+    "topology_domains": ["null"],
     "kv_events_endpoints": ['{"0":null}', *(f'{{"{rank}":"x"}}' for rank in BAD_RANKS)],
     "kv_transfer_enforcement": ['"Required"'],
 }
@@ -140,17 +140,9 @@ def test_a_patch_names_only_what_is_present_and_not_null() -> None:
 WRONG_SELECTIONS: dict[str, list[str]] = {
     "strict_priority": ["-1", str(2**32), '"1"'],
     "priority_jump": ["true", "1e400"],
-    "pinned_worker": [
-        "[1,0]",
-        '{"worker_id":-1,"dp_rank":0}',
-        '{"worker_id":1,"dp_rank":4294967296}',
-    ],
-    "allowed_worker_ids": ["[null]", "[1.5]"],
-    "routing_constraints": ['{"required_taints":null}', '{"preferred_taints":[]}'],
-    "router_config_override": [
-        "[0.5,null,null,null,null,null,null]",
-        '{"router_temperature":1e400}',
-    ],
+    "pinned_worker": ['{"worker_id":-1,"dp_rank":0}', '{"worker_id":1,"dp_rank":4294967296}'],
+    "routing_constraints": ['{"required_taints":null}'],
+    "router_config_override": ['{"router_temperature":1e400}'],
 }
 
 
