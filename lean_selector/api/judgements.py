@@ -1,7 +1,7 @@
 """Findings about a selector, with advice, from answers of the selector's API. Sends no requests."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from lean_selector.api.header_warnings import assumed_without_events, mend_of_incomplete
 from lean_selector.core.selection.shapes import DECODE, PREFILL
@@ -119,45 +119,31 @@ def subject_of(source: KvSource) -> str:
 _NAMED: Final = 4  # ranks listed in a finding
 
 
-class _Use(NamedTuple):
-    """A rank's KV-event or replay endpoint. Ranks with equal `publisher` may share an endpoint."""
-
-    subject: str
-    field: str
-    endpoint: str
-    publisher: tuple[str | int, int, str]
-
-
 def judge_shared_endpoints(
     workers: Sequence[CheckedWorker], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
     """Yields an error per endpoint used by two engines, by two ranks, or for events and replays."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
-    uses: dict[str, list[_Use]] = {}
+    uses: dict[str, dict[tuple[str | int, int, str], str]] = {}  # endpoint -> publisher -> rank
     for source in sources:
         engine = engines.get(source.worker_id) or source.worker_id
         fields = {"kv_events_endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint}
         for field, endpoint in fields.items():
             if endpoint is not None:
-                use = _Use(subject_of(source), field, endpoint, (engine, source.dp_rank, field))
-                uses.setdefault(endpoint, []).append(use)
-    shared: dict[tuple[str, str], list[str]] = {}  # (rank, the other uses) -> endpoints
-    for first, *others in uses.values():
-        wrong = [use for use in others if use.publisher != first.publisher]
-        if wrong:
-            named = ", ".join(
-                use.subject if use.field == first.field else f"{use.subject} as {use.field}"
-                for use in wrong[:_NAMED]
-            )
-            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-            key = first.subject, named + more
-            shared.setdefault(key, []).append(f"{first.field} {first.endpoint}")
-    for (subject, others_named), endpoints in shared.items():
+                publishers = uses.setdefault(endpoint, {})
+                publishers.setdefault((engine, source.dp_rank, field), subject_of(source))
+    for endpoint, publishers in uses.items():
+        (_, _, field), *others = publishers
+        if not others:
+            continue
+        subject, *_ = publishers.values()
+        named = [f"{publishers[other]} ({other[2]})" for other in others[:_NAMED]]
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         yield Finding(
             Level.ERROR,
             subject,
-            f"{' and '.join(endpoints)}: also given for {others_named}: blocks cached on one rank "
-            "count for another",
+            f"{field} {endpoint}: also given for {', '.join(named)}{more}: blocks cached on one "
+            "rank count for another",
             "register each rank with the endpoints of its own engine; engines on one host need "
             "ports of their own: list them in a file (--discover file:PATH)",
         )

@@ -125,9 +125,10 @@ def test_a_replay_endpoint_of_another_worker_is_named_at_both() -> None:
     assert found.subject == "worker 1 rank 0"
     assert "replay_endpoint tcp://a:2: also given for worker 2 rank 0" in found.what
     three = [worker(1), worker(2), worker(3)]  # engines of one host, which one default describes
-    [found] = shared(three, *((number, "tcp://a:1", "tcp://a:2") for number in (1, 2, 3)))
-    assert "tcp://a:1 and replay_endpoint tcp://a:2: also given for worker 2" in found.what
-    assert "--discover file:" in (found.mend or "")
+    both = shared(three, *((number, "tcp://a:1", "tcp://a:2") for number in (1, 2, 3)))
+    for found, endpoint in zip(both, ("tcp://a:1", "tcp://a:2"), strict=True):
+        assert f"{endpoint}: also given for worker 2 rank 0" in found.what
+        assert "--discover file:" in (found.mend or "")
 
 
 def test_an_engine_registered_twice_and_endpoints_of_their_own_are_fine() -> None:
