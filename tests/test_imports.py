@@ -65,7 +65,7 @@ ROOMS: dict[str, set[str]] = {
     "parts": {"api"},
     "api": {"http"},
     "replicas": {"events", "links", "http"},
-    "events": {"links", "http"},
+    "events": {"links"},
     "links": {"http"},
     "http": set(),
     "wire": set(),

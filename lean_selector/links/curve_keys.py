@@ -10,12 +10,11 @@ import logging
 import re
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
-
-from lean_selector.http.trust import WatchedFile
 
 if TYPE_CHECKING:
     from zmq.auth import Authenticator
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 KEY_CHARACTERS: Final = 40
 MOST_KEYS: Final = 64  # per list; each one is tried in turn
 DOMAIN: Final = b"lean-selector"  # ZAP domain of all sockets that require keys
-_MOST_BYTES: Final = 1 << 18
 _ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; not every pyzmq has a name for it
 _ENTRY: Final = re.compile(r'\s*(public-key|secret-key)\s*=\s*"(\S+)"\s*')
 # Lines of a certificate that hold no key.
@@ -62,7 +60,7 @@ def check_curve() -> None:
 def read_pair(path: str) -> KeyPair:
     """Read a key pair from a secret-key certificate. Raises OSError and ValueError."""
     secret: bytes | None = None
-    for line in _text(path, WatchedFile(path, _MOST_BYTES).read()[0]).splitlines():
+    for line in _lines(path):
         entry = _ENTRY.fullmatch(line)
         if entry is not None and entry[1] == "secret-key":
             secret = _key(entry[2])
@@ -73,10 +71,10 @@ def read_pair(path: str) -> KeyPair:
     return KeyPair(zmq.curve_public(secret), secret)
 
 
-def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
-    """Return the distinct public keys of a list file, in file order. Raises ValueError."""
+def read_list(path: str) -> tuple[bytes, ...]:
+    """Return the distinct public keys of a list file, in file order. Raises OSError, ValueError."""
     found: dict[bytes, None] = {}
-    for number, line in enumerate(_text(path, content).splitlines(), 1):
+    for number, line in enumerate(_lines(path), 1):
         entry = _ENTRY.fullmatch(line)
         if entry is not None and entry[1] == "secret-key":
             raise BadKeys(f"{path} line {number} is a secret key; this file needs public keys")
@@ -95,21 +93,6 @@ def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
     return tuple(found)
 
 
-def read_list(path: str) -> tuple[bytes, ...]:
-    """Read the public keys from a list file. Raises OSError and ValueError."""
-    return public_keys(path, WatchedFile(path, _MOST_BYTES).read()[0])
-
-
-def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
-    """Configure a socket, before bind, as a CURVE server with this key pair. The socket then admits
-    only clients that the ZAP authenticator accepts."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
-    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-    socket.setsockopt(_ENFORCE_DOMAIN, 1)
-
-
 def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> None:
     """Configure a socket, before connect, as a CURVE client with this key pair. The socket then
     accepts only a server with the public key `server_key`."""
@@ -118,9 +101,9 @@ def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> 
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
 
 
-def _text(path: str, content: bytes) -> str:
+def _lines(path: str) -> list[str]:
     try:
-        return content.decode()
+        return Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError:
         raise BadKeys(f"{path} is not a text file") from None
 
@@ -162,8 +145,12 @@ class CurveGate:
         authenticator.configure_curve_callback(DOMAIN.decode(), self)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """Protect a socket, before bind, so that only admitted clients can connect."""
-        ask_for_keys(socket, self.pair)
+        """Make a socket, before bind, a CURVE server that only admitted clients can connect to."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.pair.secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.pair.public)
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        socket.setsockopt(_ENFORCE_DOMAIN, 1)
 
     def start(self) -> None:
         """Start to admit clients. Before this call, every handshake fails."""

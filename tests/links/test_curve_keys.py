@@ -9,7 +9,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
-from lean_selector.links.curve_keys import BadKeys, CurveGate, give_keys, public_keys, read_pair
+from lean_selector.links.curve_keys import BadKeys, CurveGate, give_keys, read_list, read_pair
 from tests.support.key_files import KeyFiles, new_pair
 
 PAIR = new_pair()
@@ -23,7 +23,7 @@ def test_a_pair_of_pyzmq_is_read(tmp_path: Path) -> None:
     public, secret = zmq.auth.create_certificates(tmp_path, "theirs")
     pair = read_pair(str(secret))
     assert (pair.public, pair.secret) == zmq.auth.load_certificate(secret)
-    assert public_keys("it", Path(public).read_bytes()) == (pair.public,)
+    assert read_list(str(public)) == (pair.public,)
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,19 @@ def test_what_is_no_pair_is_refused(tmp_path: Path, content: bytes, fault: str) 
         read_pair(str(path))
 
 
-def test_a_list_has_keys_with_words_behind_them_comments_and_certificates() -> None:
+def test_a_list_has_keys_with_words_behind_them_comments_and_certificates(tmp_path: Path) -> None:
     about = b'metadata\n    name = "b"\n    made-at = 8 o clock\n'
     certificate = b'%bcurve\n    public-key = "%b"\n' % (about, KEYS[1])
     text = b"# of all\n\n%b selector-a\n%b\n#%b\n%b\n" % (KEYS[0], certificate, KEYS[2], KEYS[0])
-    assert public_keys("it", text) == (KEYS[0], KEYS[1])
+    (tmp_path / "it").write_bytes(text)
+    assert read_list(str(tmp_path / "it")) == (KEYS[0], KEYS[1])
 
 
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
         (b"# nothing\n", "it has no public key"),
+        (b"\xff\xfe", "it is not a text file"),
         (b"%b\n%b\n" % (KEYS[0], KEYS[1][:-1]), "it line 2 "),
         (b"%b\n  %b\n" % (KEYS[0], KEYS[1][:-1]), "it line 2 "),
         (b'curve\n    public-key = "%b"\n' % KEYS[0][:-1], "it line 2 "),
@@ -65,9 +67,12 @@ def test_a_list_has_keys_with_words_behind_them_comments_and_certificates() -> N
     ],
     ids=lambda given: None if isinstance(given, str) else "list",  # keys are new in each process
 )
-def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, fault: str) -> None:
+def test_what_is_no_list_is_refused_by_its_line_and_never_cited(
+    tmp_path: Path, content: bytes, fault: str
+) -> None:
+    (tmp_path / "it").write_bytes(content)
     with pytest.raises(BadKeys, match=fault) as told:
-        public_keys("it", content)
+        read_list(str(tmp_path / "it"))
     assert PAIR.secret.decode() not in str(told.value)
 
 
