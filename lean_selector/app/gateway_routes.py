@@ -1,22 +1,17 @@
 """Creates the handler of POST /route, the readers of access logs, and the prompt tokenizer."""
 
-import asyncio
 import importlib
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from lean_selector.api.metrics import prompt_families
 from lean_selector.api.routes import Route
 from lean_selector.api.selection import SelectionService
 from lean_selector.app.host import StartError, is_beyond_loopback, os_reason
 from lean_selector.app.selector_flags import AccessLogsFlags
-from lean_selector.core.load.shapes import Reservation
-from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.reservations import leg_of
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import NEVER, Disaggregate, Selection
 from lean_selector.gateway.access_logs import (
     LineReader,
     LogEnds,
@@ -38,9 +33,6 @@ from lean_selector.wire.exposition import Families
 
 if TYPE_CHECKING:
     from lean_selector.app.decision_log import DecisionLog
-
-
-_ASSUMED_TOKENS_PER_S: Final = 5_000.0  # of a prefill worker whose speed is not known
 
 
 def prompts_of(settings: PromptSettings, fleet: GatewayFleet, client: OutboundClient) -> Prompts:
@@ -137,7 +129,7 @@ class GatewayRoutes(Part):
     ) -> None:
         """`queue_headers`: None without a queue. `new_client` creates the client for requests to
         engines. If construction raises StartError, no socket is left open."""
-        selector = self._selector = service.selector
+        selector = service.selector
         self.fleet = GatewayFleet(selector.catalog)
         self.prompts: Prompts | None = None
         if prompts is not None:
@@ -149,40 +141,10 @@ class GatewayRoutes(Part):
         if self.prompts is not None:
             self._route = RouteHandler(
                 self.prompts,
-                service.select_and_reserve,
-                lambda reservation_id: selector.reservations.free(
-                    reservation_id, time.monotonic(), was_served=False
-                ),
-                lambda reservation_id, tokens: selector.reservations.expect_output(
-                    reservation_id, tokens, time.monotonic()
-                ),
-                _never if self._logs is None else self._logs.ends.has_ended,
-                self._pairs_asked,
-                self._end_leg_in_time,
+                service,
+                None if self._logs is None else self._logs.ends,
                 queue_headers,
             )
-
-    def _pairs_asked(self, model_name: str, tenant_id: str) -> Disaggregate:
-        partition = self._selector.catalog.partitions.get((model_name, tenant_id))
-        return NEVER if partition is None else self._selector.pairs_asked(partition)
-
-    def _end_leg_in_time(self, selection: Selection) -> None:
-        """Ends the leg of a new reservation when its prefill should be over, because few gateways
-        report the first byte. If some do, so that the speed of prefill workers is known, the leg
-        may take twice as long as predicted."""
-        partition = self._selector.catalog.partitions[selection.model_name, selection.tenant_id]
-        assert isinstance(selection.reservation_id, str)
-        leg = partition.slots.reservations.get(leg_of(selection.reservation_id))
-        if leg is None:
-            return
-        predicted_s = partition.speeds.expected_s(leg)
-        after_s = 2.0 * predicted_s or leg.ahead_tokens / _ASSUMED_TOKENS_PER_S
-        asyncio.get_running_loop().call_later(after_s, self._end_leg, partition, leg)
-
-    def _end_leg(self, partition: Partition, leg: Reservation) -> None:
-        if partition.slots.reservations.get(leg.request_id) is leg:
-            leg.ahead_tokens = 0  # its end tells nothing of the speed
-            self._selector.reservations.free(leg.request_id, time.monotonic())
 
     def routes(self) -> tuple[Route, ...]:
         return () if self._route is None else self._route.routes()
@@ -199,8 +161,3 @@ class GatewayRoutes(Part):
             await self.prompts.close()
         if self._logs is not None:
             self._logs.close()
-
-
-def _never(reservation_id: str) -> bool:
-    """Return False: without access logs, no end is reported before a reservation is made."""
-    return False

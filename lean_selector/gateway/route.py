@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 from typing import Final
 
 from msgspec import UnsetType
@@ -18,6 +19,7 @@ from msgspec import UnsetType
 from lean_selector.api.access import WRITE, Refusal
 from lean_selector.api.replies import Answer, LaterReply, Queued, is_json
 from lean_selector.api.routes import Route
+from lean_selector.api.selection import SelectionService
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
@@ -28,8 +30,11 @@ from lean_selector.core.errors import (
     Unavailable,
     WaitedTooLong,
 )
-from lean_selector.core.selection.reservations import check_own_id
+from lean_selector.core.load.shapes import Reservation
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.reservations import check_own_id, leg_of
 from lean_selector.core.selection.shapes import NEVER, Disaggregate, Selection
+from lean_selector.gateway.access_logs import LogEnds
 from lean_selector.gateway.headers import RETRY_AFTER, QueueHeaders, pair_line, refusal
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Prompts, Routed
@@ -116,27 +121,20 @@ def unauthorized(refused: Refusal) -> bytes:
 _ID: Final = re.compile(rb"[!#-~]{1,256}")  # characters that access logs write unchanged
 TOO_LARGE: Final = "the request body is larger than 8 MiB"
 
+_ASSUMED_TOKENS_PER_S: Final = 5_000.0  # of a prefill worker whose speed is not known
+
 _log = logging.getLogger("lean_selector.route")
 
 
 @dataclass(eq=False)
 class RouteHandler:
-    """Handles POST /route/<original path>.
-
-    `select_and_reserve` returns a Selection, or a Queued if the request must wait.
-    `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
-    whether a request's end was reported before the reservation was made. `pairs_asked` returns
-    whether requests of a model and tenant ask for a pair of workers; `on_pair` is called if one
-    was reserved."""
+    """Handles POST /route/<original path>. `ends`: what access logs report, if any are read."""
 
     prompts: Prompts
-    select_and_reserve: Callable[[SelectAndReserveRequest, float | None], object]
-    free: Callable[[str], object]
-    expect_output: Callable[[str, int], object]
-    has_ended: Callable[[str], bool]
-    pairs_asked: Callable[[str, str], Disaggregate]
-    on_pair: Callable[[Selection], object]
+    service: SelectionService
+    ends: LogEnds | None = None
     queue_headers: QueueHeaders | None = None  # None if requests are never queued
+    clock: Callable[[], float] = monotonic
 
     def __post_init__(self) -> None:
         self._under_way: set[asyncio.Task[None]] = set()
@@ -192,7 +190,7 @@ class RouteHandler:
                 self.queue_headers.read(routed, request.section, request.credential)
             self._check_live(reservation_id)
             selection = self._selection_of(routed, reservation_id)
-            found = self.select_and_reserve(selection, routed.deadline)
+            found = self.service.select_and_reserve(selection, routed.deadline)
         except Exception as error:
             found = error
         if isinstance(found, Queued):
@@ -204,10 +202,11 @@ class RouteHandler:
     def _selection_of(self, routed: Routed, reservation_id: str) -> SelectAndReserveRequest:
         prompt = routed.prompt
         worker_ids = None if routed.worker_ids is None else sorted(routed.worker_ids)
-        disaggregate: Disaggregate | None = None
-        if not routed.bars_pair:
-            asked = self.pairs_asked(routed.model_name, routed.tenant_id)
-            disaggregate = None if asked == NEVER else asked
+        selector = self.service.selector
+        partition = selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
+        asked: Disaggregate = NEVER
+        if partition is not None and not routed.bars_pair:
+            asked = selector.pairs_asked(partition)
         sequence = prompt.sequence_hashes()  # the unknown blocks are random
         return SelectAndReserveRequest(
             reservation_id=reservation_id,
@@ -220,7 +219,7 @@ class RouteHandler:
             fairness_id=routed.fairness_id,
             strict_priority=routed.strict_priority,
             allowed_worker_ids=worker_ids,
-            disaggregate=disaggregate,
+            disaggregate=None if asked == NEVER else asked,
             prefill_allowed_worker_ids=worker_ids,
         )
 
@@ -228,22 +227,40 @@ class RouteHandler:
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
         """Return the answer for a reservation. Frees the reservation if no answer can be made."""
+        reservations = self.service.selector.reservations
         try:
             self._check_live(reservation_id)
-            self.expect_output(reservation_id, routed.output_tokens)
+            reservations.expect_output(reservation_id, routed.output_tokens, self.clock())
             if not isinstance(selection.prefill, UnsetType):
-                self.on_pair(selection)
+                self._end_leg_in_time(selection, reservation_id)
             return worker_headers(selection, routed.why_not, has_body=has_body)
         except SelectorError as error:
             response = error_of(error)
         except Exception:
             _log.exception("the chosen worker could not be reported")
             response = refusal(500, "internal error")
-        self.free(reservation_id)
+        reservations.free(reservation_id, self.clock(), was_served=False)
         return response
 
+    def _end_leg_in_time(self, selection: Selection, reservation_id: str) -> None:
+        """Ends the leg of a new reservation when its prefill should be over, because few gateways
+        report the first byte. If some do, so that the speed of prefill workers is known, the leg
+        may take twice as long as predicted."""
+        catalog = self.service.selector.catalog
+        partition = catalog.partitions[selection.model_name, selection.tenant_id]
+        leg = partition.slots.reservations.get(leg_of(reservation_id))
+        if leg is not None:
+            predicted_s = partition.speeds.expected_s(leg)
+            after_s = 2.0 * predicted_s or leg.ahead_tokens / _ASSUMED_TOKENS_PER_S
+            asyncio.get_running_loop().call_later(after_s, self._end_leg, partition, leg)
+
+    def _end_leg(self, partition: Partition, leg: Reservation) -> None:
+        if partition.slots.reservations.get(leg.request_id) is leg:
+            leg.ahead_tokens = 0  # its end tells nothing of the speed
+            self.service.selector.reservations.free(leg.request_id, self.clock())
+
     def _check_live(self, reservation_id: str) -> None:
-        if self.has_ended(reservation_id):
+        if self.ends is not None and self.ends.has_ended(reservation_id):
             raise Conflict(f"reservation {reservation_id} has ended already")
 
     async def close(self) -> None:

@@ -13,7 +13,9 @@ from lean_selector.core.errors import BadRequest, Unavailable, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, sequence_hashes_bytes
 from lean_selector.core.load.shapes import BusyThreshold, ReservationSpec
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.shapes import ROUTE, Disaggregate, Selection, WorkerSpec
+from lean_selector.core.selection.shapes import ROUTE, WorkerSpec
+from lean_selector.gateway import route
+from lean_selector.gateway.access_logs import LogEnds
 from lean_selector.gateway.headers import QueueHeaders
 from lean_selector.gateway.model_request import MEDIA
 from lean_selector.gateway.prompt_shapes import Unknown
@@ -70,31 +72,20 @@ class GatewayHandler:
         self.service = selection_service(loop.call_later, books_at=ROUTE, **settings)
         self.selector = self.service.selector
         self.prompts = Scripted()
-        self.ended: set[str] = set()
-        self.pairs: list[Selection] = []
+        self.ends = LogEnds(
+            self.selector.reservations.free, self.selector.health.record_outcome, lambda: NOW
+        )
         self.door = RouteHandler(
             cast(Any, self.prompts),
-            self.service.select_and_reserve,
-            lambda reservation_id: self.selector.reservations.free(reservation_id, NOW),
-            lambda reservation_id, tokens: self.selector.reservations.expect_output(
-                reservation_id, tokens, NOW
-            ),
-            self._has_ended,
-            self._pairs_asked,
-            self.pairs.append,
+            self.service,
+            self.ends,
             QueueHeaders("x-team", "x-lean-priority", None, trusts=True, by_name=False),
+            lambda: NOW,
         )
         self.gate = Gate(self.door.routes())
 
-    def _pairs_asked(self, model_name: str, tenant_id: str) -> Disaggregate:
-        partition = self.selector.catalog.partitions.get((model_name, tenant_id))
-        return "never" if partition is None else self.selector.pairs_asked(partition)
-
-    def _has_ended(self, reservation_id: str) -> bool:
-        if reservation_id in self.ended:
-            self.ended.remove(reservation_id)
-            return True
-        return False
+    def log_tells_the_end(self, reservation_id: str) -> None:
+        self.ends.take(b"lean-end reservation=%b" % reservation_id.encode())
 
     def worker(
         self, worker_id: int, endpoint: str = "http://10.0.0.7:8000/base", **more: Any
@@ -295,7 +286,7 @@ async def test_a_body_that_is_too_large_and_a_bad_id_are_refused_at_once() -> No
     answer = door.gate(large)
     assert isinstance(answer, bytes)
     assert parted(answer)[0] == 413
-    for bad in ("", "a b", 'a"b', "é", "x" * 257):
+    for bad in ("", "a b", 'a"b', "é", "x" * 257, "r#prefill"):
         answer = door.gate(asked(PATH, b"{}", {"x-reservation-id": bad}))
         assert isinstance(answer, bytes)
         status, _, body = parted(answer)
@@ -321,12 +312,11 @@ async def test_whoever_hangs_up_while_the_tokens_are_asked_for_books_nothing() -
 async def test_an_end_that_the_log_tells_before_the_booking_is_not_booked() -> None:
     door = GatewayHandler()
     door.worker(7)
-    door.ended.add("over")
+    door.log_tells_the_end("over")
     status, _, body = await door.ask(x_reservation_id="over")
     assert (status, error(body)["message"]) == (409, "reservation over has ended already")
     assert door.live == set()
     assert (await door.ask(x_reservation_id="over"))[0] == 200  # of an id that is used twice
-    assert (await door.ask(x_reservation_id="over"))[0] == 409
 
 
 def crowded(endpoint: str = "http://10.0.0.7:8000", **settings: Any) -> GatewayHandler:
@@ -361,10 +351,7 @@ async def test_what_goes_wrong_with_one_that_waited_ends_nobodys_turn() -> None:
     pending = [door.begin(x_reservation_id=each) for each in ("second", "third")]
     await door.parks(3)
 
-    def broken(reservation_id: str) -> bool:
-        raise RuntimeError("a bug")
-
-    door.door.has_ended = broken
+    door.ends.has_ended = lambda reservation_id: bool(1 / 0)  # type: ignore[method-assign]
     door.selector.reservations.free("first", NOW)  # raises nothing
     assert door.live == set()
     for answer in map(answer_of, pending):
@@ -395,7 +382,7 @@ async def test_a_waiting_request_whose_end_is_told_or_that_is_left_keeps_no_book
     assert (await door.ask(x_reservation_id="first"))[0] == 200
     ended, left = (door.begin(x_reservation_id=each) for each in ("ended", "left"))
     await door.parks(3)
-    door.ended.add("ended")
+    door.log_tells_the_end("ended")
     left.hang_up()
     door.selector.reservations.free("first", NOW)
     assert ended.response is not None
@@ -427,14 +414,6 @@ async def test_closing_gives_up_what_is_under_way() -> None:
 
 
 @on_loop
-async def test_an_unknown_priority_is_the_client_s_fault() -> None:
-    door = GatewayHandler(queue_threshold=1.0)
-    door.worker(7)
-    status, _, body = await door.ask(x_lean_priority="urgent")
-    assert (status, b"x-lean-priority" in body, door.live) == (400, True, set())
-
-
-@on_loop
 async def test_headers_tell_whose_request_waits_and_how_urgent_it_is() -> None:
     door = GatewayHandler(queue_threshold=0.0)
     door.worker(7, max_num_batched_tokens=16)
@@ -459,7 +438,10 @@ OF_PREFILL = {
 
 
 @on_loop
-async def test_a_pair_is_named_and_its_leg_goes_with_the_reservation() -> None:
+async def test_a_pair_is_named_and_its_leg_goes_with_the_reservation_or_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(route, "_ASSUMED_TOKENS_PER_S", 1e-6)
     gateway = GatewayHandler()
     gateway.worker(1, worker_role="decode")
     gateway.worker(2, "http://10.0.0.8:8000", worker_role="prefill")
@@ -467,9 +449,13 @@ async def test_a_pair_is_named_and_its_leg_goes_with_the_reservation() -> None:
     assert (status, headers["x-lean-pd"]) == (200, "pair; uncached")
     assert headers["x-gateway-destination-endpoint"] == "10.0.0.7:8000"
     assert {name: headers[name] for name in OF_PREFILL} == OF_PREFILL
-    assert (gateway.live, len(gateway.pairs)) == ({"r", "r#prefill"}, 1)
+    assert gateway.live == {"r", "r#prefill"}
     gateway.selector.reservations.free("r", NOW)
     assert gateway.live == set()
+    monkeypatch.setattr(route, "_ASSUMED_TOKENS_PER_S", 1e6)
+    assert (await gateway.ask(x_reservation_id="r"))[1]["x-lean-pd"].startswith("pair")
+    await until(lambda: gateway.live == {"r"})
+    gateway.selector.reservations.free("r", NOW)
     gateway.prompts.bars_pair = "several_prompts"
     status, headers, _ = await gateway.ask()
     assert (status, OF_PREFILL.keys() & headers.keys()) == (200, set())
@@ -482,13 +468,3 @@ async def test_without_a_prefill_worker_the_gateway_must_not_take_any_worker() -
     status, headers, body = await gateway.ask()
     assert (status, headers["retry-after"]) == (429, "1")
     assert b"no_prefill_worker" in body
-
-
-@on_loop
-async def test_an_id_of_a_leg_is_no_client_s() -> None:
-    gateway = GatewayHandler()
-    gateway.worker(1)
-    answer = gateway.gate(asked(PATH, b"{}", {"x_reservation_id": "r#prefill"}))
-    assert isinstance(answer, bytes)
-    assert parted(answer)[0] == 400
-    assert gateway.live == set()

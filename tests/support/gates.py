@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from lean_selector.api.application import metrics_route, openapi_route, page_routes
 from lean_selector.api.fleet import FleetView
@@ -123,13 +123,6 @@ def slot_tracker_gate() -> Gate:
     return Gate(SlotTrackerService(Trackers(), clock=lambda: NOW).routes())
 
 
-class NoPrompts:
-    """What the route for gateways would ask."""
-
-    async def of(self, path: str, body: bytes, *, forwards: bool) -> object:
-        raise NotImplementedError
-
-
 def routes_of(service: str) -> list[Route]:
     """All that a service serves, with POST /route, by the name of its document."""
     shared = [*discovery_routes(None), metrics_route(list, Turns().call_soon)]
@@ -139,13 +132,8 @@ def routes_of(service: str) -> list[Route]:
     dialect = API_1_6 if service == "selector_16" else API_1_3
     selection = selection_service(dialect=dialect)
     door = RouteHandler(
-        NoPrompts(),  # type: ignore[arg-type] # nothing is asked
-        lambda body, deadline: None,
-        lambda name: None,
-        lambda name, tokens: None,
-        lambda name: False,
-        lambda model_name, tenant_id: "never",
-        lambda selection: None,
+        cast(Any, None),  # nothing is asked
+        selection,
     )
     return [*selection.routes(), *door.routes(), *looks_of(selection), *shared]
 
