@@ -43,8 +43,6 @@ ALLOWED = {
     ("embedded/service.py", "Running.at_once", "run_coroutine_threadsafe"),
     # it runs a loop, which tells its errors
     ("client/sync_router.py", "LoopThread._running", "Thread"),
-    # close() raises what it raised; of a client that is dropped there is nobody to tell
-    ("client/sync_router.py", "_end", "run_coroutine_threadsafe"),
     ("app/gateway_process.py", "Front.close", "to_thread"),  # awaited by the stop
     ("tools/demo.py", "Demo._traffic", "create_task"),  # _watch waits for and raises for them
     # no executor: the queue of an engine in virtual time

@@ -71,43 +71,33 @@ class LoopThread:
                 raise self._driver.closed()
             if self._loop is None:
                 runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-                self._loop = runner.get_loop()
+                self._loop, stop = runner.get_loop(), asyncio.Event()
                 self.thread = threading.Thread(
-                    target=_run_loop, args=(runner,), name="lean-selector client", daemon=True
+                    target=_run_loop,
+                    args=(runner, stop, self._driver),
+                    name="lean-selector client",
+                    daemon=True,
                 )
                 self.thread.start()
-                self._dropped = weakref.finalize(self, _end, self._loop, self._driver)
+                self._end = weakref.finalize(self, self._loop.call_soon_threadsafe, stop.set)
             return self._loop
 
     def close(self) -> None:
         """Frees all reservations and closes all connections, then ends the thread."""
         with self._lock:
-            was_closed, self._is_closed = self._is_closed, True
-        if was_closed or self._loop is None or self.thread is None:
-            return
-        self._dropped.detach()
-        if self.thread.is_alive():
-            ended = _end(self._loop, self._driver)
+            self._is_closed = True
+        if self.thread is not None and self.thread.is_alive():
+            self._end()
             self.thread.join()
-            ended.result()
 
 
-def _run_loop(runner: asyncio.Runner) -> None:
+def _run_loop(runner: asyncio.Runner, stop: asyncio.Event, driver: Driver) -> None:
+    async def until_stopped() -> None:
+        await stop.wait()
+        await driver.close()
+
     with runner:  # leaving the context cancels running tasks
-        runner.get_loop().run_forever()
-
-
-def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
-    """Closes the driver, then stops the loop. Does not wait for the end, because the garbage
-    collector may call this in any thread."""
-
-    async def ended() -> None:
-        try:
-            await driver.close()
-        finally:
-            loop.stop()
-
-    return asyncio.run_coroutine_threadsafe(ended(), loop)
+        runner.run(until_stopped())
 
 
 class SyncTokenStream(Placed, Closing):
