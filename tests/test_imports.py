@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "app": {"epp", "gateway", "discovery", "parts", "api", "replicas", "events", "links", "http"},
     "epp": {"gateway", "http"},
     "gateway": {"api", "http"},
-    "client": {"links"},
+    "client": set(),
     "discovery": {"parts", "http"},
     "parts": {"api"},
     "api": {"http"},
