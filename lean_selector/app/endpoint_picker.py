@@ -37,7 +37,6 @@ class EndpointPicker(Part):
     ) -> None:
         flags = config.picker
         assert flags.port is not None
-        assert routes.prompts is not None
         rotation = Rotation(config.settings.ejection, time.monotonic())
         self.chooser = Chooser(core.selector, rotation, SHED, asked_at=PICKER)
         self._picker = Picker(

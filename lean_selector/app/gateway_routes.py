@@ -2,7 +2,6 @@
 
 import importlib
 import socket
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -56,7 +55,7 @@ def prompts_of(settings: PromptSettings, fleet: GatewayFleet, client: OutboundCl
 # -- access logs -----------------------------------------------------------------------------------
 
 
-class AccessLogReaders:
+class AccessLogReaders(Part):
     """Reads gateways' access logs from sockets, and ends the reservations of logged requests."""
 
     def __init__(
@@ -112,52 +111,32 @@ class AccessLogReaders:
             reader.close()
 
 
-# -- both ------------------------------------------------------------------------------------------
+# -- POST /route -----------------------------------------------------------------------------------
 
 
 class GatewayRoutes(Part):
-    """Serves POST /route, receives gateways' access logs, or does both, until `close`."""
+    """Serves POST /route."""
 
     def __init__(
         self,
         service: SelectionService,
-        access_logs: AccessLogsFlags,
-        prompts: PromptSettings | None,
-        new_client: Callable[[], OutboundClient],
-        decisions: "DecisionLog | None" = None,
+        prompts: PromptSettings,
+        client: OutboundClient,
+        ends: LogEnds | None,
         queue_headers: QueueHeaders | None = None,
     ) -> None:
-        """`queue_headers`: None without a queue. `new_client` creates the client for requests to
-        engines. If construction raises StartError, no socket is left open."""
-        selector = service.selector
-        self.fleet = GatewayFleet(selector.catalog)
-        self.prompts: Prompts | None = None
-        if prompts is not None:
-            self.prompts = prompts_of(prompts, self.fleet, new_client())
-        self._logs: AccessLogReaders | None = None
-        if access_logs.addresses:
-            self._logs = AccessLogReaders(access_logs, selector, time.monotonic, decisions)
-        self._route: RouteHandler | None = None
-        if self.prompts is not None:
-            self._route = RouteHandler(
-                self.prompts,
-                service,
-                None if self._logs is None else self._logs.ends,
-                queue_headers,
-            )
+        """`ends`: what access logs report, if there are any. `queue_headers`: None without a queue.
+        `client` is for requests to engines. Raises StartError."""
+        self.fleet = GatewayFleet(service.selector.catalog)
+        self.prompts = prompts_of(prompts, self.fleet, client)
+        self._route = RouteHandler(self.prompts, service, ends, queue_headers)
 
     def routes(self) -> tuple[Route, ...]:
-        return () if self._route is None else self._route.routes()
+        return self._route.routes()
 
     def families(self) -> Families:
-        of_prompts = [] if self.prompts is None else prompt_families(self.prompts.unknown)
-        of_logs = [] if self._logs is None else self._logs.families()
-        return [*of_prompts, *of_logs]
+        return prompt_families(self.prompts.unknown)
 
     async def close(self) -> None:
-        if self._route is not None:
-            await self._route.close()
-        if self.prompts is not None:
-            await self.prompts.close()
-        if self._logs is not None:
-            self._logs.close()
+        await self._route.close()
+        await self.prompts.close()

@@ -4,6 +4,7 @@ Everything runs on one uvloop loop in one thread."""
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -122,8 +123,14 @@ class SelectorParts(Parts):
 
     def add_gateway_routes(self, tokens: AccessTokens | None = None) -> "GatewayRoutes | None":
         """Adds what serves POST /route and access logs, if they are on. Raises StartError."""
-        config, core = self.core.config, self.core
-        if not config.access_logs.addresses and config.prompts.settings is None:
+        config, core, ends = self.core.config, self.core, None
+        prompts, access_logs = config.prompts.settings, config.access_logs
+        if access_logs.addresses:
+            from lean_selector.app.gateway_routes import AccessLogReaders
+
+            logs = AccessLogReaders(access_logs, core.selector, time.monotonic, self.decisions)
+            ends = self.add(logs).ends
+        if prompts is None:
             return None
         from lean_selector.app.gateway_routes import GatewayRoutes
 
@@ -135,11 +142,8 @@ class SelectorParts(Parts):
             state=ServiceState(),
             books_at=ROUTE,
         )
-        prompts, client = config.prompts.settings, core.engine_client
         headers = config.queue.headers(tokens, by_name=False)  # the token is that of a proxy
-        return self.add(
-            GatewayRoutes(service, config.access_logs, prompts, client, self.decisions, headers)
-        )
+        return self.add(GatewayRoutes(service, prompts, core.engine_client(), ends, headers))
 
 
 # -- the selector behind its listener --------------------------------------------------------------
