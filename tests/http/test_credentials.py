@@ -93,19 +93,11 @@ def test_a_section_is_judged_once_whoever_sends_it() -> None:
     assert len(blocks) == 1
 
 
-def test_a_connection_lends_its_credential_to_no_later_request() -> None:
-    reader = RequestReader(Limits())
-    said = [
-        read_one(reader, head(*lines)).credential
-        for lines in (
-            *((b"authorization: Bearer a",), (), (b"a: b", b"authorization: Bearer a")),
-            *((b"a: bc", b"authorization: Bearer b"), (b"authorization: Bearer",), ()),
-            *((b"authorization: Basic a",), (b"authorization: Bearer a",)),
-            (b"Authorization: Bearer a",),
-        )
-    ]
-    a, b = digest_of(b"a"), digest_of(b"b")
-    assert said == [a, None, a, b, digest_of(b""), None, UNUSABLE, a, a]
+KINDS = (
+    *((b"authorization: Bearer a", digest_of(b"a")), (b"authorization: Bearer b", digest_of(b"b"))),
+    *((b"Authorization: Bearer a", digest_of(b"a")), (b"authorization: Bearer", digest_of(b""))),
+    *((b"authorization: Basic a", UNUSABLE), (b"", None)),
+)
 
 
 @pytest.mark.parametrize("kinds", [3, 100], ids=["few kinds", "more than are remembered"])
@@ -115,13 +107,13 @@ def test_a_connection_says_what_each_section_says_alone(kinds: int) -> None:
     for _ in range(1_000):
         size, kind = 10 ** drawn.randrange(3), drawn.randrange(kinds)
         lines = [b"content-length: %d" % size, b"content-type: a/%d" % kind]
-        token = drawn.choice((b"", b"a", b"a", b"a", b"b"))
-        if token:
-            lines.insert(drawn.randrange(3), b"authorization: Bearer " + token)
+        line, credential = drawn.choice((*KINDS, KINDS[0], KINDS[0]))
+        if line:
+            lines.insert(drawn.randrange(3), line)
         data = head(*lines) + bytes(size)
         alone = read_one(RequestReader(Limits()), data)
         request = read_one(reader, data)
-        assert request.credential == alone.credential == (digest_of(token) if token else None)
+        assert request.credential == alone.credential == credential
         assert (request.body, request.headers.content_type) == (bytes(size), b"a/%d" % kind)
 
 
