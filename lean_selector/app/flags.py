@@ -171,7 +171,6 @@ class Field:
 
     @property
     def shown_default(self) -> str:
-        """Return the default for help texts, or "" if there is none."""
         value = self.default
         if value is None or value == []:
             return ""

@@ -106,7 +106,6 @@ class ExpirySweep:
             self._slice()
 
     def stop(self) -> None:
-        """Stops dropping reservations."""
         self._is_stopped = True
 
     def _slice(self) -> None:

@@ -242,7 +242,6 @@ class Replication(Part):
         return encode_snapshot(self.router_id, sequence, lines)
 
     def families(self) -> Families:
-        """Return the metrics of events sent to and received from replicas."""
         sync, applier, events = self.sync, self.applier, self.events
 
         def exchanged() -> Iterator[Sample]:

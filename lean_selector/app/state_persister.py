@@ -122,7 +122,6 @@ class Persister(Part):
         return 0.0 if live.state() == live.saved else time.monotonic() - live.saved_at
 
     def families(self) -> Families:
-        """Return the metrics of the state directory."""
         files = self.files
         return table({
             "state_failing": (lambda: int(self.fault is not None),

@@ -31,7 +31,6 @@ def kind_of(error: ssl.SSLError) -> str:
 
 
 def text_of(error: ssl.SSLError) -> str:
-    """Describe the error for the log."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     words = (error.reason or "the TLS handshake failed").lower().replace("_", " ")
@@ -72,7 +71,6 @@ class TlsAcceptor:
         self.counts.is_on = True
 
     def new_connection(self) -> asyncio.Protocol:
-        """Return the protocol for a connection that was just accepted."""
         return TlsConnection(self)
 
 

@@ -2,14 +2,14 @@
 
 import json
 import signal
-import socket
 from pathlib import Path
 
 from lean_selector.app.state_files import opened
 from tests.app.kept_selector import is_free
+from tests.app.test_selector import Connection
 from tests.support.asked import prompt
 from tests.support.prometheus_tools import parsed, scrape, value
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 TRACKER = "lean_selector.slot_tracker"
@@ -123,38 +123,20 @@ def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None
 # -- who may write ---------------------------------------------------------------------------------
 
 
-class Half:
-    """A request that has begun when the service is told to stop, so that it drains."""
-
-    def __init__(self, service: RunningService, method: str, path: str) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
-        self._socket.sendall(f"{method} {path} HTTP/1.1\r\nhost: ".encode())
-        wait_until(lambda: service.get("/health")[0] == 200, "it was read")
-
-    def finish(self) -> bytes:
-        """The answer."""
-        with self._socket:
-            self._socket.sendall(b"x\r\n\r\n")
-            answer = b""
-            while part := self._socket.recv(65536):
-                answer += part
-            return answer
-
-
 def test_what_changes_while_it_drains_is_kept(tmp_path: Path) -> None:
     with selector(tmp_path, "--drain-secs", "3600") as service:
         for worker_id in (1, 2):
             service.add_worker(worker_id)
         for reservation_id in ("r", "s"):
             service.book(reservation_id, allowed_worker_ids=[1])
-        free, gone = (
-            Half(service, "DELETE", "/reservations/r"),
-            Half(service, "DELETE", "/workers/2"),
-        )
-        service.process.send_signal(signal.SIGTERM)
-        assert free.finish().startswith(b"HTTP/1.1 200 ")
-        assert not is_free(tmp_path)
-        assert gone.finish().startswith(b"HTTP/1.1 200 ")
+        with Connection(service.port) as free, Connection(service.port) as gone:
+            free.send(b"DELETE /reservations/r HTTP/1.1\r\nhost: ")
+            gone.send(b"DELETE /workers/2 HTTP/1.1\r\nhost: ")
+            wait_until(lambda: service.get("/health")[0] == 200, "both were read")
+            service.process.send_signal(signal.SIGTERM)
+            assert free.exchange(b"x\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+            assert not is_free(tmp_path)
+            assert gone.exchange(b"x\r\n\r\n").startswith(b"HTTP/1.1 200 ")
         assert service.stop()[0] == 0
     assert live(tmp_path) == {"s"}
     with service:
