@@ -1,7 +1,7 @@
 """Replica sync on the network: one PUB socket, and a subscription to every peer's PUB socket.
 
-Adds and removes peers (spec: slot_tracker.md 3.1 and 3.6). `peer_links` has the subscriptions, and
-`pub_socket` has the PUB socket. Decoded events are passed to `on_event` uninterpreted.
+Adds and removes peers (spec: slot_tracker.md 3.1 and 3.6). Received messages are handled in time
+slices; decoded events are passed to `on_event` uninterpreted. `pub_socket` has the PUB socket.
 
 Events that are published in one turn of the loop are sent after the turn, in the order of the
 calls. So HTTP responses are sent before the events, and libzmq's thread wakes once. `overflows`
@@ -25,11 +25,10 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.zmq_endpoints import check_endpoint
 from lean_selector.links.curve_keys import CurveClient, CurveGate
-from lean_selector.links.link import check_link
+from lean_selector.links.link import Link, LinkState, check_link
 from lean_selector.links.links import Links
-from lean_selector.links.pub_socket import ReplicaPub, ReplicaSyncError
-from lean_selector.links.turns import SLICE_S
-from lean_selector.replicas.peer_links import ReplicaLinks
+from lean_selector.links.pub_socket import MAX_MESSAGE_BYTES, ReplicaPub, ReplicaSyncError
+from lean_selector.links.turns import SLICE_S, Turns
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
@@ -83,6 +82,58 @@ _SESSION_WORTH_A_WARNING = (
 )
 
 
+class _Peer:
+    """The subscription to one replica. Its messages stay in order."""
+
+    def __init__(self, sync: "ReplicaSync", endpoint: str) -> None:
+        self._sync = sync
+        self.state, self.since = "connecting", time.monotonic()
+        self.link = Link(
+            sync.links,
+            endpoint,
+            zmq.SUB,
+            self._subscribe,
+            self._wake,
+            self._note,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            curve=sync.curve,
+        )
+
+    def _subscribe(self, socket: zmq.Socket[bytes]) -> None:
+        for topic in self._sync.topics:
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+
+    def _wake(self) -> None:
+        self._sync.turns.start(self._drain, self._failed_to_drain)
+
+    def _drain(self, deadline: float) -> bool:
+        while (message := self.link.take()) is not None:
+            self._sync.handle(message, time.monotonic())
+            if time.perf_counter() >= deadline:
+                return True
+        return False
+
+    def _failed_to_drain(self, error: Exception) -> None:  # our bug; go on with the next message
+        log.error("message of replica peer %s failed", self.link.endpoint, exc_info=error)
+        self._wake()
+
+    def _note(self) -> None:
+        link, state = self.link, "connecting"
+        if link.state is LinkState.CONNECTED:
+            state = "connected"
+        elif link.was_connected:
+            state = "disconnected"
+        elif link.state is LinkState.RESOLVING:
+            state = "resolving"
+        if state == self.state:
+            return
+        self.state, self.since = state, time.monotonic()
+        fields = {"endpoint": link.endpoint, "state": state}
+        log.info("replica peer %s is %s", link.endpoint, state, extra=fields)
+        if state == "connected":
+            self._sync.on_connected()
+
+
 class ReplicaSync:
     """The replica mesh of one process. Used only on the loop where it was started.
 
@@ -123,12 +174,16 @@ class ReplicaSync:
         self._advertise = advertise
         self._on_missed = on_missed
         self._on_session = on_session
-        topics = [TOPIC] if on_session is None else [TOPIC, SESSION_TOPIC]
-        links = links or Links(context)
-        self._allowed = links.allowed
+        self.topics = [TOPIC] if on_session is None else [TOPIC, SESSION_TOPIC]
+        self.links = links or Links(context)
+        self.turns = Turns()  # for the messages of all peers together
         self.gate = gate
-        curve = None if gate is None else CurveClient(gate.pair, gate.admitted)
-        self._links = ReplicaLinks(links, topics, self._handle, on_connected, curve)
+        self.curve = None if gate is None else CurveClient(gate.pair, gate.admitted)
+        self.on_connected = on_connected
+        self._peers: dict[str, _Peer] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        # Messages dropped because too many of a peer were unread, but for those of present peers.
+        self._dropped = 0
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent | SessionEvent] = deque()
@@ -164,15 +219,18 @@ class ReplicaSync:
         assert self._beating is None, "started twice"
         if self.gate is not None:
             self.gate.start()
-        self._links.start()
         self._beating = supervise("replica heartbeat", self._beat)
+        for peer in self._peers.values():
+            peer.link.start()
 
     async def close(self) -> None:
         """Stop at once, and drop the events that wait to be sent to peers."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
-        await self._links.close()
+        for endpoint in list(self._peers):
+            self._remove(endpoint)
+        await asyncio.gather(*self._ending, return_exceptions=True)
         self._outbox.clear()
         self._pub.close()
         if self.gate is not None:
@@ -246,45 +304,61 @@ class ReplicaSync:
         _check(endpoint)
         if endpoint == self._advertise:
             raise BadRequest("peer endpoint matches this replica's advertised endpoint")
-        if endpoint in self._links:
+        if endpoint in self._peers:
             return False
-        refusal = None if self._allowed is None else self._allowed.refusal(endpoint)
+        refusal = None if self.links.allowed is None else self.links.allowed.refusal(endpoint)
         if refusal is not None:
             raise BadRequest(f"endpoint: {refusal}")
-        if len(self._links) >= MAX_PEERS:
+        if len(self._peers) >= MAX_PEERS:
             raise Conflict(f"no more than {MAX_PEERS} replica peers")
         try:
             check_link(endpoint)
         except ValueError:
             raise BadRequest(f"failed to register replica peer `{endpoint}`") from None
-        self._links.add(endpoint)
+        peer = self._peers[endpoint] = _Peer(self, endpoint)
+        if self._beating is not None:
+            peer.link.start()
         log.info("replica peer registered", extra={"endpoint": endpoint})
         return True
 
     def deregister_peer(self, endpoint: str) -> bool:
         """Disconnect from a peer. Return False if there is no such peer. Raises BadRequest."""
         _check(endpoint)
-        if endpoint not in self._links:
+        if endpoint not in self._peers:
             return False
-        self._links.remove(endpoint)
+        self._remove(endpoint)
         log.info("replica peer deregistered", extra={"endpoint": endpoint})
         return True
 
+    def _remove(self, endpoint: str) -> None:
+        link = self._peers.pop(endpoint).link
+        self._dropped += link.dropped
+        task = link.close()
+        if task is not None:
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
     def peers(self) -> list[str]:
-        return [peer.endpoint for peer in self.peer_states()]
+        return sorted(self._peers)
 
     def peer_states(self) -> list[PeerState]:
         """Return the state of each peer, sorted by endpoint."""
-        return self._links.states()
+        now = time.monotonic()
+        return [
+            PeerState(
+                endpoint, peer.state, round(now - peer.since, 3), peer.link.retries, peer.link.error
+            )
+            for endpoint, peer in sorted(self._peers.items())
+        ]
 
     # -- receiving ---------------------------------------------------------------------------------
 
     @property
     def dropped(self) -> int:
         """How many messages were dropped because too many messages of a peer were unread."""
-        return self._links.dropped
+        return self._dropped + sum(peer.link.dropped for peer in self._peers.values())
 
-    def _handle(self, frames: list[bytes], now: float) -> None:
+    def handle(self, frames: list[bytes], now: float) -> None:
         try:
             if frames[0] == HEARTBEAT_TOPIC:
                 beat = decode_heartbeat(frames)
