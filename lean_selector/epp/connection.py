@@ -249,9 +249,6 @@ class PickerConnection(asyncio.Protocol):
         if not self._is_put_off:
             self._read()
 
-    def eof_received(self) -> bool:
-        return False
-
     def pause_writing(self) -> None:
         """The peer does not read, so it gets no more to answer."""
         self._is_paused = True

@@ -56,7 +56,7 @@ class Picked:
     """The chosen worker: what the data plane is told, and the reservation."""
 
     endpoints: bytes  # `IP:port`, perhaps with a second choice behind a comma
-    use: WorkerUse | None = None  # None for a request without a body, like `routed`
+    use: WorkerUse  # without a reservation, if `routed` is None: the request has no body
     routed: Routed | None = None
     headers: dict[bytes, bytes] = field(default_factory=dict)  # that the request gets
     body: bytes | None = None  # replaces the request's, if given
@@ -282,7 +282,7 @@ class Picker:
         if endpoint is None:
             raise Unavailable(_NO_WORKER)
         self.counts["no_body"] += 1
-        return Picked(self.addresses.by_base[endpoint.text])
+        return Picked(self.addresses.by_base[endpoint.text], WorkerUse(endpoint))
 
     def _fallback(self, use: WorkerUse, routed: Routed) -> bytes:
         """Return another worker for the request, behind a comma, if one is to be named."""
@@ -297,13 +297,11 @@ class Picker:
 
     def follow(self, choice: Picked, served: bytes) -> None:
         """Moves the reservation to the worker that has answered, if it is another one."""
-        use, routed = choice.use, choice.routed
-        bases = self.addresses.bases_at(served)
-        if use is None or routed is None or use.endpoint.text in bases:
+        routed, bases = choice.routed, self.addresses.bases_at(served)
+        if routed is None or choice.use.endpoint.text in bases:
             return
         self.counts["moved"] += 1
-        use.end(FAILED)
-        choice.use = None
+        choice.use.end(FAILED)
         routed.worker_ids = self.fleet.ids_of(bases)
         steps = self.chooser.choose(routed, new_id(), _NOBODY)
         try:

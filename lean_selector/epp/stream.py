@@ -298,7 +298,7 @@ class ExtProcStream:
         choice = self._choice
         status = headers.get(b":status", b"")
         self._status = int(status) if status.isdigit() and len(status) == 3 else 0
-        if choice is not None and choice.use is not None:
+        if choice is not None:
             served = messages.served_of(metadata) if metadata else None
             if served is not None:
                 self._picker.follow(choice, served)
@@ -329,7 +329,7 @@ class ExtProcStream:
         """Records the arrival of the first token."""
         self._has_begun = True
         choice = self._choice
-        if choice is not None and choice.use is not None and self._status < 400:
+        if choice is not None and self._status < 400:
             streams = choice.routed is not None and choice.routed.streams
             choice.use.prefill_complete(monotonic() - self._sent_at if streams else None)
 
@@ -357,11 +357,16 @@ class ExtProcStream:
         self._stop_looking()
         if phase is Phase.ANSWERING and self._modes[1] == messages.NONE:
             self._complete()  # the rest of the response was not to be sent
-        elif phase is Phase.SENT and by_reset and self._modes[1] == messages.NONE:
-            if choice is not None and choice.use is not None:
-                self._picker.counts["held"] += 1
-                if self._picker.counts["held"] == 1:
-                    log.warning(_HELD)
+        elif (
+            phase is Phase.SENT
+            and by_reset
+            and self._modes[1] == messages.NONE
+            and choice is not None
+            and choice.routed is not None
+        ):
+            self._picker.counts["held"] += 1
+            if self._picker.counts["held"] == 1:
+                log.warning(_HELD)
             self._leave()
         else:
             is_done = False
@@ -384,7 +389,7 @@ class ExtProcStream:
             return
         self._leave()
         choice, reader, cached = self._choice, self._reader, None
-        if choice is None or choice.use is None:
+        if choice is None:
             return
         routed = choice.routed
         if outcome == OK and routed is not None and reader is not None:
@@ -396,5 +401,5 @@ class ExtProcStream:
 
     def touch(self) -> None:
         """Renews the reservation, so that it does not expire."""
-        if self._choice is not None and self._choice.use is not None:
+        if self._choice is not None:
             self._choice.use.touch()
