@@ -67,16 +67,14 @@ class AccessLogReaders(Part):
     ) -> None:
         """Opens the sockets. Raises StartError."""
         served = None if decisions is None else decisions.served
-        self.ends = LogEnds(
-            selector.reservations.free, selector.health.record_outcome, clock, served
-        )
+        self.ends = LogEnds(selector, clock, served)
         self._paths: list[UnixPath] = []
         self._readers: list[LineReader] = []
         senders = Senders(config.allowed)
         try:
             for text in config.addresses:
                 bound = self._bound(text, config)
-                self._readers.append(LineReader(bound, self.ends.take, self.ends.refuse, senders))
+                self._readers.append(LineReader(bound, self.ends, senders))
         except BaseException:
             self.close()
             raise

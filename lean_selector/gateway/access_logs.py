@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
 from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.selection.selector import Selector
 from lean_selector.wire.exposition import Families, by, table
 
 _log = logging.getLogger("lean_selector.access_logs")
@@ -287,14 +288,11 @@ _MOST_SHOWN: Final = 200  # characters of a line that our log shows
 
 @dataclass(eq=False)
 class LogEnds:
-    """Handles access-log lines that report ended requests, and counts the lines by result.
+    """Handles access-log lines that report ended requests, and counts the lines by result. Before a
+    reservation ends, `served` is called with the reservation, the worker, the rank and the time to
+    first token."""
 
-    `free(reservation_id, now, was_served)` ends a reservation, and `report` reports the
-    outcome of a request to outlier detection; both may raise NotFound. Before `free`, `served`
-    is called with the reservation, the worker, the rank and the time to first token."""
-
-    free: Callable[[str, float, bool], None]
-    record_outcome: Callable[[int, int | None, str, float], None]
+    selector: Selector
     clock: Callable[[], float]
     served: Callable[[str, int | None, int | None, float | None], None] | None = None
 
@@ -326,7 +324,7 @@ class LogEnds:
             if self.served is not None:
                 self.served(ended.reservation_id, ended.worker_id, ended.dp_rank, ended.ttft_s)
             try:
-                self.free(ended.reservation_id, now, ended.was_served)
+                self.selector.reservations.free(ended.reservation_id, now, ended.was_served)
                 self.results["freed"] += 1
             except NotFound:
                 self.results["unknown"] += 1
@@ -342,7 +340,7 @@ class LogEnds:
         if worker_id is None or outcome is None:
             return
         try:
-            self.record_outcome(worker_id, dp_rank, outcome, now)
+            self.selector.health.record_outcome(worker_id, dp_rank, outcome, now)
         except NotFound:
             self.unknown_workers += 1
 
@@ -398,16 +396,12 @@ class LineReader:
     def __init__(
         self,
         bound: socket.socket,
-        take: Callable[[bytes], None],
-        refuse: Callable[[str], None],
+        ends: LogEnds,
         senders: Senders,
     ) -> None:
-        """`take` gets the lines, and `refuse` gets the address of each UDP sender that is not in
-        `senders`. A UNIX socket accepts all lines, because file permissions restrict who can
-        write."""
+        """A UNIX socket accepts all lines, because file permissions restrict who can write."""
         self._socket = bound
-        self._take = take
-        self._refuse = refuse
+        self._ends = ends
         self._senders = None if bound.family == socket.AF_UNIX else senders
         self.dropped = 0  # datagrams dropped by the kernel
         bound.setblocking(False)
@@ -433,9 +427,9 @@ class LineReader:
                 if kind == _SO_RXQ_OVFL and len(data) == _DROPS.size:
                     self.dropped = _DROPS.unpack(data)[0]
             if self._senders is None or self._senders.may_write(sender[0]):
-                self._take(line)
+                self._ends.take(line)
             else:
-                self._refuse(sender[0])
+                self._ends.refuse(sender[0])
 
     def close(self) -> None:
         """Reads the datagrams that have arrived, then closes the socket."""

@@ -157,8 +157,7 @@ def test_a_line_of_an_access_log_tells_who_served_a_request(tmp_path: Path) -> N
     for name in ("elsewhere", "here", "unknown"):
         logged.book(name, hashes=[1, 2], pin=(1, 0))
     lines = LogEnds(
-        logged.selector.reservations.free,
-        logged.selector.health.record_outcome,
+        logged.selector,
         lambda: 0.0,
         logged.log.served,
     )

@@ -197,9 +197,7 @@ class Books(DrivenSelector):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.register(7, data_parallel_size=2)
-        self.ends = LogEnds(
-            self.selector.reservations.free, self.selector.health.record_outcome, lambda: self.now
-        )
+        self.ends = LogEnds(self.selector, lambda: self.now)
 
     @property
     def live(self) -> set[str]:
@@ -224,15 +222,14 @@ def test_a_line_frees_its_reservation() -> None:
 def test_a_line_may_say_what_the_prefill_worker_of_a_pair_did(
     status: bytes, outcome: str | None
 ) -> None:
-    reported: list[tuple[int, int | None, str]] = []
-    ends = LogEnds(lambda *freed: None, lambda *told: reported.append(told[:3]), lambda: 0.0)
-    ends.take(b"lean-end reservation=a prefill_worker=8 prefill_status=" + status)
-    assert reported == ([] if outcome is None else [(8, None, outcome)])
-    ends.take(b"lean-end reservation=a prefill_worker=8 prefill_status=x")
-    assert {name: count for name, count in ends.results.items() if count} == {
-        "freed": 1,
-        "malformed": 1,
-    }
+    books = Books()
+    books.reserve("a", (7, 0))
+    books.ends.take(b"lean-end reservation=a prefill_worker=7 prefill_status=" + status)
+    counts = [rank.counts for rank in books.partition.slots.ranks.values()]
+    told = {"ok": sum(each.ok for each in counts), "failed": sum(each.failed for each in counts)}
+    assert [name for name, count in told.items() if count] == ([] if outcome is None else [outcome])
+    books.ends.take(b"lean-end reservation=a prefill_worker=7 prefill_status=x")
+    assert books.results() == {"freed": 1, "malformed": 1}
 
 
 @pytest.mark.parametrize(
@@ -325,9 +322,7 @@ async def test_lines_are_read_from_udp_and_from_a_unix_socket(tmp_path: Path) ->
     udp, unix = inet_socket("127.0.0.1", 0, socket.SOCK_DGRAM), path.take()
     address = udp.getsockname()
     senders = Senders([])
-    readers = [
-        LineReader(bound, books.ends.take, books.ends.refuse, senders) for bound in (udp, unix)
-    ]
+    readers = [LineReader(bound, books.ends, senders) for bound in (udp, unix)]
     count = 3 * LINES_PER_TURN
     for n in range(2 * count):
         books.reserve(f"r{n}", (7, 0))
@@ -379,7 +374,7 @@ async def test_others_than_loopback_may_not_write() -> None:
             assert host == "127.0.0.1"
             return False
 
-    reader = LineReader(bound, books.ends.take, books.ends.refuse, Nobody([]))
+    reader = LineReader(bound, books.ends, Nobody([]))
     books.reserve("a", (7, 0))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"lean-end reservation=a", address)
@@ -392,7 +387,7 @@ async def test_others_than_loopback_may_not_write() -> None:
 async def test_a_reader_that_closes_takes_what_has_come_and_counts_what_was_dropped() -> None:
     books, bound = Books(), inet_socket("127.0.0.1", 0, socket.SOCK_DGRAM)
     address = bound.getsockname()
-    reader = LineReader(bound, books.ends.take, books.ends.refuse, Senders([]))
+    reader = LineReader(bound, books.ends, Senders([]))
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # the kernel's least
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         for n in range(200):

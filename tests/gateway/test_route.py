@@ -72,9 +72,7 @@ class GatewayHandler:
         self.service = selection_service(loop.call_later, books_at=ROUTE, **settings)
         self.selector = self.service.selector
         self.prompts = Scripted()
-        self.ends = LogEnds(
-            self.selector.reservations.free, self.selector.health.record_outcome, lambda: NOW
-        )
+        self.ends = LogEnds(self.selector, lambda: NOW)
         self.door = RouteHandler(
             cast(Any, self.prompts),
             self.service,
