@@ -63,42 +63,28 @@ class Reservation:
         self.block_size: int | None = None  # None: full output blocks are not reported
         self._isl_tokens = isl_tokens
         self._expected_output_tokens = expected_output_tokens
-        self._output_tokens = 0
-        self._has_output = False
-        self._told_prefill = False
-        self._told_blocks = 0  # output blocks reported
-
-    def output(self, tokens: int) -> None:
-        """Records that the prefill is complete, and that `tokens` output tokens exist so far."""
-        self._has_output = True
-        self._output_tokens = max(tokens, self._output_tokens)
+        self.output_tokens = 0  # so far; the first ends the prefill
+        self.reports = 0  # that the service has received: of the prefill, then of each block
 
     def next_report(self) -> Call[None] | None:
         """Return the next progress report to send, or None if there is nothing to report."""
-        if self.ended or not self._has_output:
+        if self.ended or self.output_tokens == 0:
             return None
-        if not self._told_prefill:
+        if self.reports == 0:
             return calls.prefill_complete(self.id)
         size = self.block_size
         if size is None:
             return None
         # A block is full when prompt and output together reach its end, because the prompt's hashes
         # cover only its full blocks.
-        filled = (self._isl_tokens + self._output_tokens) // size - self._isl_tokens // size
-        if self._told_blocks >= filled:
+        filled = (self._isl_tokens + self.output_tokens) // size - self._isl_tokens // size
+        if self.reports > filled:
             return None
         decay_fraction = None
         if self._expected_output_tokens is not None:  # what share of it is left after this block
-            done = (self._told_blocks + 1) * size
+            done = self.reports * size
             decay_fraction = max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
         return calls.output_block(self.id, decay_fraction)
-
-    def reported(self) -> None:
-        """Records that the service has received the report which next_report() returned."""
-        if self._told_prefill:
-            self._told_blocks += 1
-        else:
-            self._told_prefill = True
 
     def freeing(self) -> Call[None]:
         """Return the call that frees the reservation and reports the request's outcome."""
@@ -222,7 +208,7 @@ class Driver:
             with contextlib.suppress(ClientError):  # if it has expired, the free will show
                 while (call := reservation.next_report()) is not None:
                     await self.retried(partial(self.ask, call), REPORT, _is_unreachable)
-                    reservation.reported()
+                    reservation.reports += 1
         finally:
             reservation.is_reporting = False
 

@@ -133,8 +133,7 @@ class TokenStream(Placed, AsyncClosing):
         else:
             if completion.state != "open":
                 self.went("ok", cached_tokens=completion.cached_tokens)
-        if completion.output_tokens:
-            self._reservation.output(completion.output_tokens)
+        self._reservation.output_tokens = completion.output_tokens
 
     def taken(self) -> Chunk | None:
         """Return the next chunk that was received but not read, or None."""

@@ -274,7 +274,7 @@ def reports(reservation: Reservation) -> list[tuple[str, object]]:
     while (call := reservation.next_report()) is not None:
         body = json.loads(call.json() or b"{}")
         found.append((call.path.rpartition("/")[2], body.get("decay_fraction")))
-        reservation.reported()
+        reservation.reports += 1
     return found
 
 
@@ -282,13 +282,13 @@ def test_a_report_follows_from_what_the_service_does_not_know() -> None:
     reservation = Reservation(10, reservation_id="r")
     reservation.block_size = 4
     assert reports(reservation) == []
-    reservation.output(1)
+    reservation.output_tokens = 1
     assert reports(reservation) == [("prefill_complete", None)]
-    reservation.output(11)  # 21 tokens are five blocks, the prompt's two among them
+    reservation.output_tokens = 11  # 21 tokens are five blocks, the prompt's two among them
     assert reports(reservation) == [("output_block", None)] * 3
-    reservation.output(5)  # never goes back
+    reservation.output_tokens = 5  # never goes back
     assert reports(reservation) == []
-    reservation.output(99)
+    reservation.output_tokens = 99
     reservation.ended = True
     assert reports(reservation) == []
 
@@ -298,7 +298,7 @@ def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: boo
     config = KvRouterConfig(router_track_output_blocks=tracks)
     stream = result(router(config=config).generate(TOKENS, "m"), selected(), None)
     reservation = stream._reservation
-    reservation.output(2)
+    reservation.output_tokens = 2
     assert (
         reports(reservation) == [("prefill_complete", None), ("output_block", None)][: 1 + tracks]
     )
@@ -307,13 +307,13 @@ def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: boo
 def test_the_weight_of_a_request_fades_to_nothing() -> None:
     reservation = Reservation(0, reservation_id="r", expected_output_tokens=8)
     reservation.block_size = 4
-    reservation.output(12)
+    reservation.output_tokens = 12
     assert [decay for _, decay in reports(reservation)] == [None, 0.5, 0.0, 0.0]
 
 
 def test_reports_give_up_where_the_next_one_makes_up_for_them() -> None:
     reservation = Reservation(4)
-    reservation.output(1)
+    reservation.output_tokens = 1
     steps = play(driver._reported(reservation), *[LOST, None] * 20)
     assert kinds(steps) == [Ask, Pause, Ask, Pause, Ask]
     assert kinds(play(driver._reported(reservation), service_refusal(404, "not found"))) == [Ask]
