@@ -11,9 +11,12 @@ import os
 import queue
 import re
 import select
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 
 import msgspec
 
@@ -120,6 +123,8 @@ class QueuedLines(logging.Handler):
 
 # -- lines -----------------------------------------------------------------------------------------
 
+ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
 STDERR = 2
 ACCESS_LOG = "lean_selector.access"
 # A burst of one kind (a logger and an unformatted message) may have this many lines, as when a
@@ -152,7 +157,19 @@ def set_up(level: str, form: str) -> LogState:
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.raiseExceptions = False  # a closed stderr must not cause a write to stderr
+    sys.excepthook = _after_the_lines(handler, sys.excepthook)
     return LogState(limit, writer)
+
+
+def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
+    """Return a hook for sys.excepthook that waits until queued log lines are written, and then
+    writes the traceback of the crash. Otherwise the traceback would appear among the lines."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        handler.flush()
+        write(kind, error, trace)
+
+    return hook
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

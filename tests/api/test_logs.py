@@ -171,8 +171,11 @@ def test_what_was_logged_before_a_crash_and_its_traceback_are_both_on_stderr() -
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.returncode == 1
-    assert ended.stderr.count("INFO root ") == 1000
-    assert "RuntimeError: the end\n" in ended.stderr
+    lines, _, traceback = ended.stderr.partition("Traceback (most recent call last):\n")
+    assert lines.endswith(" INFO root line 999\n")
+    assert lines.count("INFO root ") == 1000
+    assert traceback.endswith("RuntimeError: the end\n")
+    assert "INFO" not in traceback
 
 
 def test_the_body_of_a_request_that_waits_is_not_kept_for_its_line(
