@@ -9,6 +9,7 @@ import random
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import Final
 
@@ -64,32 +65,30 @@ class ReplayEnd(Enum):
     OVERFLOWED = auto()
 
 
+@dataclass(eq=False)
 class KvReplay:
-    """One request for missed batches of KV events, sent to an engine. Not thread-safe."""
+    """One request for missed batches of KV events, sent to an engine. Not thread-safe.
 
-    def __init__(
-        self,
-        links: Links,
-        turns: Turns,
-        endpoint: str,
-        start: int,
-        *,
-        may_go_on: Callable[[float], bool],
-        on_reply: Callable[[list[bytes]], bool],
-    ) -> None:
-        """`on_reply(frames)` starts to apply a reply; returns True if no more replies are needed.
-        `may_go_on(deadline)` continues to do so; returns True if all of the reply is applied."""
+    `on_reply(frames)` starts to apply a reply; returns True if no more replies are needed.
+    `may_go_on(deadline)` continues to do so; returns True if all of the reply is applied."""
+
+    links: Links
+    turns: Turns
+    endpoint: str
+    start: int
+    _: KW_ONLY
+    may_go_on: Callable[[float], bool]
+    on_reply: Callable[[list[bytes]], bool]
+
+    def __post_init__(self) -> None:
         self._news = asyncio.Event()
-        self._turns = turns
-        self._may_go_on = may_go_on
-        self._on_reply = on_reply
         self._has_ended = False
         self.has_answered = False
-        request = [b"", _SEQ.pack(start)]
+        request = [b"", _SEQ.pack(self.start)]
         # If too many received bytes wait, it ends, and the rest must be requested again.
         self.link = Link(
-            links,
-            endpoint,
+            self.links,
+            self.endpoint,
             zmq.DEALER,
             lambda socket: socket.send_multipart(request, zmq.NOBLOCK),
             self._news.set,
@@ -108,7 +107,7 @@ class KvReplay:
             while not self._has_ended and time.monotonic() < give_up_at:
                 self._news.clear()
                 if link.waiting:
-                    await self._turns.run(self._drain)
+                    await self.turns.run(self._drain)
                 elif link.state is LinkState.CLOSED:
                     break
                 else:
@@ -132,13 +131,13 @@ class KvReplay:
 
     def _drain(self, deadline: float) -> bool:
         for _ in range(MESSAGES_PER_TURN):
-            if not self._may_go_on(deadline):
+            if not self.may_go_on(deadline):
                 return True
             frames = self.link.take()
             if frames is None:
                 return False
             self.has_answered = True
-            self._has_ended = self._on_reply(frames)
+            self._has_ended = self.on_reply(frames)
             if self._has_ended or time.perf_counter() >= deadline:
                 break
         return not self._has_ended
@@ -160,45 +159,36 @@ RETRY_LIMIT_S = 30.0
 LOG_EVERY_S = 10.0
 
 
+@dataclass(eq=False)
 class KvListener:
     """Subscribes to the KV events of one rank, from start() to close(). Used only on the thread of
-    the event loop."""
+    the event loop.
 
-    def __init__(
-        self,
-        links: Links,
-        ingest: KvIngest,
-        endpoint: str,
-        replay_endpoint: str | None,
-        turns: Turns,
-        *,
-        replays: asyncio.Semaphore | None = None,
-        has_work: Callable[[], bool] = lambda: True,
-        on_lost: Callable[[], None] | None = None,
-        replay_idle_s: float = REPLAY_IDLE_S,
-        retry_first_s: float = RETRY_FIRST_S,
-        grace_s: float = GRACE_S,
-    ) -> None:
-        """`replays` limits the simultaneous replays of all ranks. `has_work()` returns whether the
-        rank has requests now. `on_lost()` is called when the connection is lost. No warning is
-        logged if the rank is unreachable or silent for less than `grace_s` seconds."""
-        # Set once, in the constructor.
-        self._on_lost = on_lost
-        self.endpoint = endpoint
-        self.replay_endpoint = replay_endpoint
-        self.ingest = ingest
-        self.cursor = KvCursor(can_replay=replay_endpoint is not None)
-        self._work = BatchWork(ingest, self.cursor, self._report)
-        self._links = links
-        self._turns = turns
-        self._replays = asyncio.Semaphore() if replays is None else replays
-        self._replay_idle_s = replay_idle_s
-        self._retry_first_s = retry_first_s
-        self._held = links.waiting.backlog(self._shed_held)
+    `replays` limits the simultaneous replays of all ranks. `has_work()` returns whether the rank
+    has requests now. `on_lost()` is called when the connection is lost. No warning is logged if the
+    rank is unreachable or silent for less than `grace_s` seconds."""
+
+    links: Links
+    ingest: KvIngest
+    endpoint: str
+    replay_endpoint: str | None
+    turns: Turns
+    _: KW_ONLY
+    replays: asyncio.Semaphore = field(default_factory=asyncio.Semaphore)
+    has_work: Callable[[], bool] = lambda: True
+    on_lost: Callable[[], None] = lambda: None
+    replay_idle_s: float = REPLAY_IDLE_S
+    retry_first_s: float = RETRY_FIRST_S
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
+        self.cursor = KvCursor(can_replay=self.replay_endpoint is not None)
+        self._work = BatchWork(self.ingest, self.cursor, self._report)
+        self._held = self.links.waiting.backlog(self._shed_held)
         # Used from start() to close().
         self._live = Link(
-            links,
-            endpoint,
+            self.links,
+            self.endpoint,
             zmq.SUB,
             lambda socket: socket.setsockopt(zmq.SUBSCRIBE, b""),
             self._wake,
@@ -217,7 +207,7 @@ class KvListener:
         self._last_error: str | None = None
         self._told_of: str | None = None  # reason for the missing connection, as last logged
         self._no_replay = ""  # why the last replay failed
-        self._watch = SourceWatch(self._log, has_work, grace_s)
+        self._watch = SourceWatch(self._log, self.has_work, self.grace_s)
         self._quiet_until: dict[str, float] = {}  # kind of line -> earliest time of the next
 
     def start(self) -> None:
@@ -299,8 +289,8 @@ class KvListener:
             if not live.waiting:
                 self._connected()
         elif live.error is not None and live.was_connected and live.error != self._told_of:
-            if self._told_of is None and self._on_lost is not None:
-                self._on_lost()
+            if self._told_of is None:
+                self.on_lost()
             self._told_of = live.error
             self._log(logging.WARNING, f"{self._no_connection()}; trying again")
         self.check_condition(time.monotonic())
@@ -316,14 +306,14 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        self._turns.start(self._drain_live, self._failed_to_drain)
+        self.turns.start(self._drain_live, self._failed_to_drain)
 
     def _failed_to_drain(self, error: Exception) -> None:
         # An internal error, since no payload raises. Continue with the next message.
         self.cursor.lose(is_missing=True)
         self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
         self._replay_if_due()
-        asyncio.get_running_loop().call_later(self._retry_first_s, self._wake)
+        asyncio.get_running_loop().call_later(self.retry_first_s, self._wake)
 
     def _drain_live(self, deadline: float) -> bool:
         for _ in range(MESSAGES_PER_TURN):
@@ -405,14 +395,14 @@ class KvListener:
             self._replaying = None
 
     async def _replay_until_settled(self) -> None:
-        pause_s = self._retry_first_s
+        pause_s = self.retry_first_s
         if self.cursor.replay_interrupted():  # an internal error ended the last drain
             self.cursor.lose()
             self._work.drop()
-            await self._turns.run(self._drain_held)
+            await self.turns.run(self._drain_held)
         while self.cursor.replay_from is not None:
             restarts = self.cursor.restarts
-            async with self._replays:
+            async with self.replays:
                 end = await self._ask()
             if self.cursor.restarts > restarts:
                 continue  # the replay revealed a new engine: request everything
@@ -426,7 +416,7 @@ class KvListener:
             else:
                 self.cursor.replay_failed()
                 self._report_failure()
-            await self._turns.run(self._drain_held)
+            await self.turns.run(self._drain_held)
             if self.cursor.replay_from is not None and end is not ReplayEnd.OVERFLOWED:
                 await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
                 pause_s = min(2 * pause_s, RETRY_LIMIT_S)
@@ -443,15 +433,15 @@ class KvListener:
         assert start is not None, "what settles the cursor ends this task"
         self.cursor.replay_started()
         replay = self._replay = KvReplay(
-            self._links,
-            self._turns,
+            self.links,
+            self.turns,
             self.replay_endpoint,
             start,
             may_go_on=self._has_applied,
             on_reply=self._on_reply,
         )
         try:
-            end = await replay.run(self._replay_idle_s)
+            end = await replay.run(self.replay_idle_s)
         finally:
             if self._replay is replay:
                 self._replay = None

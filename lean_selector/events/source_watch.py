@@ -5,6 +5,7 @@ to load a model (D35). Callers determine the fault; this module decides when to 
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from lean_selector.core.index.kv_cursor import KvCursor, SourceState
@@ -81,19 +82,17 @@ def _unlike_prompts(ingest: KvIngest) -> str:
     )
 
 
+@dataclass(eq=False)
 class SourceWatch:
-    """Logs the faults of one rank's KV-event source. All times are monotonic seconds."""
+    """Logs the faults of one rank's KV-event source. All times are monotonic seconds.
 
-    def __init__(
-        self,
-        log: Callable[[int, str], None],
-        has_work: Callable[[], bool],
-        grace_s: float = GRACE_S,
-    ) -> None:
-        """`has_work()` returns whether the rank has requests now. If so, KV events are expected."""
-        self._log = log
-        self._has_work = has_work
-        self._grace_s = grace_s
+    `has_work()` returns whether the rank has requests now. If so, KV events are expected."""
+
+    log: Callable[[int, str], None]
+    has_work: Callable[[], bool]
+    grace_s: float = GRACE_S
+
+    def __post_init__(self) -> None:
         self._state = ""
         self.since = 0.0  # start of the current state
         self._worked_at: float | None = None  # when work was first seen during the current silence
@@ -105,13 +104,13 @@ class SourceWatch:
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"
-                self._log(logging.INFO, text)
+                self.log(logging.INFO, text)
             self._state, self.since = state, now
             self._worked_at = None
             self._is_told = False
         if not self._is_told and self._is_due(state, now):
             self._is_told = True
-            self._log(_AT_ONCE.get(state, logging.WARNING), f"{state}: {what}")
+            self.log(_AT_ONCE.get(state, logging.WARNING), f"{state}: {what}")
 
     def _is_due(self, state: str, now: float) -> bool:
         if state in _AT_ONCE:
@@ -121,8 +120,8 @@ class SourceWatch:
         since = self.since
         if state == SILENT:
             if self._worked_at is None:
-                if not self._has_work():
+                if not self.has_work():
                     return False
                 self._worked_at = now
             since = self._worked_at
-        return now - since >= self._grace_s
+        return now - since >= self.grace_s

@@ -54,7 +54,7 @@ class KvSubscriptions:
         self._by_replay: dict[str, list[RankKey]] = {}
         self.notes_of_ends: list[set[RankKey]] = []  # the sets that `noting_ends` updates
         # Called with the id of a worker whose source lost its connection: the worker may be gone.
-        self.on_lost: Callable[[int], None] | None = None
+        self.on_lost: Callable[[int], None] = lambda worker_id: None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
         self._is_closed = False
@@ -77,7 +77,7 @@ class KvSubscriptions:
             self._turns,
             replays=self._replays,
             has_work=partial(_has_work, partition, worker_id, dp_rank),
-            on_lost=partial(self._lost, worker_id),
+            on_lost=lambda: self.on_lost(worker_id),
             grace_s=self._grace_s,
         )
         rank = worker_id, dp_rank
@@ -93,10 +93,6 @@ class KvSubscriptions:
             self._start(rank)
         if self._looking is None:
             self._looking = supervise("kv sources", self._check_all)
-
-    def _lost(self, worker_id: int) -> None:
-        if self.on_lost is not None:
-            self.on_lost(worker_id)
 
     def _start(self, rank: RankKey) -> None:
         listener = self._listeners[rank]

@@ -48,6 +48,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
@@ -156,40 +157,29 @@ def check_link(endpoint: str) -> None:
         raise ValueError("the path is too long")
 
 
+@dataclass(eq=False)
 class Link:
     """A persistent connection to a ZMQ socket, from start() to close(). Not thread-safe. Until
     close(), `on_message()` is called when a message arrives while no other message waits, and
-    `on_state()` is called after each change of `state`."""
+    `on_state()` is called after each change of `state`.
 
-    def __init__(
-        self,
-        links: Links,
-        endpoint: str,
-        socket_type: int,
-        opening: Opening,
-        on_message: Callable[[], None],
-        on_state: Callable[[], None] = lambda: None,
-        *,
-        max_message_bytes: int,
-        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
-        once: bool = False,
-        curve: "CurveClient | None" = None,
-    ) -> None:
-        """`socket_type` is a constant of zmq. `opening(socket)` subscribes or sends on a new
-        socket. With `once`, the link does not reconnect, but the messages that it has received can
-        still be taken. With `curve`, the link uses CURVE, and accepts only servers whose keys are
-        in `curve`."""
-        # Set once, in the constructor.
-        self.endpoint = endpoint
-        self._links = links
-        self._socket_type = socket_type
-        self._opening = opening
-        self._on_message = on_message
-        self._on_state = on_state
-        self._max_message_bytes = max_message_bytes
-        self._max_backlog_bytes = max_backlog_bytes
-        self._once = once
-        self._curve = curve
+    `socket_type` is a constant of zmq. `opening(socket)` subscribes or sends on a new socket. With
+    `once`, the link does not reconnect, but the messages that it has received can still be taken.
+    With `curve`, the link uses CURVE, and accepts only servers whose keys are in `curve`."""
+
+    links: Links
+    endpoint: str
+    socket_type: int
+    opening: Opening
+    on_message: Callable[[], None]
+    on_state: Callable[[], None] = lambda: None
+    _: KW_ONLY
+    max_message_bytes: int
+    max_backlog_bytes: int = MAX_BACKLOG_BYTES
+    once: bool = False
+    curve: "CurveClient | None" = None
+
+    def __post_init__(self) -> None:
         self._server_key: bytes | None = None  # the last key that worked
         self._failed_at: dict[Address, float] = {}  # failed handshakes since the last good one
         # Used from start() to close().
@@ -202,7 +192,7 @@ class Link:
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
         self._lost = asyncio.Event()
         self._queue: deque[tuple[Message, int]] = deque()
-        self._backlog = links.waiting.backlog(self._shed)
+        self._backlog = self.links.waiting.backlog(self._shed)
         # State when the link was last looked at.
         self.state = LinkState.CONNECTING
         self.was_connected = False
@@ -213,21 +203,21 @@ class Link:
 
     def start(self) -> None:
         """Connect soon. In one iteration of the event loop, only a few links open a socket."""
-        self._links.call(self._begin)
+        self.links.call(self._begin)
 
     def _begin(self) -> None:
-        if self.state is not LinkState.CLOSED and not self._links.is_ending:
+        if self.state is not LinkState.CLOSED and not self.links.is_ending:
             assert self._task is None, "started twice"
             self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
         """Close the connection, and stop all callbacks. The caller must await a returned task."""
-        self._on_message = self._on_state = lambda: None
+        self.on_message = self.on_state = lambda: None
         self.state = LinkState.CLOSED
         self._queue.clear()
         self._backlog.set(0)
         if self._task is not None:
-            self._links.call(self._end)
+            self.links.call(self._end)
         return self._task
 
     def _end(self) -> None:
@@ -261,11 +251,11 @@ class Link:
         was_empty = not self._queue
         self._queue.append((message, cost))
         self._backlog.set(self._backlog.bytes + cost)
-        over = self._backlog.bytes - self._max_backlog_bytes
+        over = self._backlog.bytes - self.max_backlog_bytes
         if over > 0:
             self._shed(over)
         if was_empty:
-            self._on_message()
+            self.on_message()
 
     def _shed(self, size: int) -> None:
         """Drop the oldest waiting messages, at least `size` bytes, but keep the newest message.
@@ -274,10 +264,10 @@ class Link:
         held = self._backlog.bytes
         goal = held - size
         while held > goal and len(self._queue) > 1:
-            held -= (self._queue.pop() if self._once else self._queue.popleft())[1]
-            self.dropped += not self._once
+            held -= (self._queue.pop() if self.once else self._queue.popleft())[1]
+            self.dropped += not self.once
         self._backlog.set(held)
-        if self._once:
+        if self.once:
             self.has_overflowed = True
             self._give_up("too much waited")
 
@@ -300,19 +290,19 @@ class Link:
             except OSError as error:
                 self.error = error_text(error)
             self._drop()
-            if self._once:
+            if self.once:
                 self._to(LinkState.CLOSED)
                 return
             self._to(LinkState.RETRYING)
             await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
-            await self._links.turn()
+            await self.links.turn()
             pause_s = min(2 * pause_s, RETRY_LIMIT_S)
             self.retries += 1
 
     def _to(self, state: LinkState) -> None:
         if self.state is not state and self.state is not LinkState.CLOSED:
             self.state = state
-            self._on_state()
+            self.on_state()
 
     async def _connect(self) -> str | None:
         """Return None when the handshake is complete, else why not. Raises OSError."""
@@ -325,8 +315,8 @@ class Link:
         if others:
             address = await self._listening()
         keys: list[bytes | None] = [None]
-        if self._curve is not None:  # the key that worked last comes first
-            keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
+        if self.curve is not None:  # the key that worked last comes first
+            keys = [*sorted(self.curve.believed, key=lambda key: key != self._server_key)]
         for key in keys:
             why = await self._shake_hands(address, key, is_name)
             if why is None:
@@ -339,14 +329,14 @@ class Link:
             self._failed_at[address] = time.monotonic()
             if self._is_refused_for_key:
                 return why
-        await self._links.turn_to_probe()
-        return await why_no_handshake(address, is_curve=self._curve is not None) or why
+        await self.links.turn_to_probe()
+        return await why_no_handshake(address, is_curve=self.curve is not None) or why
 
     async def _listening(self) -> Address:
         """Wait until one of the name's addresses accepts connections. Those where something else
         than an engine listened come last. Raises OSError."""
         while True:
-            await self._links.turn()
+            await self.links.turn()
             why = None
             found = await self._addresses()
             for address in sorted(found, key=lambda each: self._failed_at.get(each, 0.0)):
@@ -355,7 +345,7 @@ class Link:
                     return address
             self._unreachable(why or _SILENT)
             await asyncio.sleep(OTHERS_S)
-            await self._links.turn_to_probe()
+            await self.links.turn_to_probe()
 
     async def _shake_hands(self, address: Address, key: bytes | None, is_name: bool) -> str | None:
         """Return None when the handshake is complete, else why not. Raises OSError."""
@@ -379,7 +369,7 @@ class Link:
             addresses = await self._addresses() if is_name else [address]
             if address not in addresses:
                 return "its name has another address now"
-            await self._links.turn_to_probe()
+            await self.links.turn_to_probe()
             why = await why_unreachable(address)
             if why is not None and self._step is _Step.CONNECTING:
                 self._unreachable(why)
@@ -388,7 +378,7 @@ class Link:
             pause_s = min(4 * pause_s, RETRY_LIMIT_S if is_name else LOOK_LIMIT_S)
 
     def _unreachable(self, why: str) -> None:
-        if self._once:
+        if self.once:
             raise OSError(why)
         self.error = why
         self.retries += 1
@@ -396,7 +386,7 @@ class Link:
 
     async def _addresses(self) -> list[Address]:
         scheme, _, rest = self.endpoint.partition("://")
-        allowed = self._links.allowed
+        allowed = self.links.allowed
         if allowed is not None:
             allowed.check(self.endpoint)
         if scheme == "ipc":
@@ -409,7 +399,7 @@ class Link:
             check_link(self.endpoint)
         except ValueError as error:
             raise OSError(str(error)) from None
-        addresses = await self._links.resolver.resolve(host, int(port))
+        addresses = await self.links.resolver.resolve(host, int(port))
         if allowed is not None:
             addresses = allowed.among(self.endpoint, addresses)
         return addresses
@@ -420,22 +410,22 @@ class Link:
         self._step, self._failure, self._is_refused_for_key = _Step.CONNECTING, None, False
         self._lost.clear()
         try:
-            made = self._socket = self._links.socket(self._socket_type)
+            made = self._socket = self.links.socket(self.socket_type)
             for option, value in _OPTIONS.items():
                 made.setsockopt(option, value)
-            made.setsockopt(zmq.MAXMSGSIZE, _OVERSIZE * self._max_message_bytes)
+            made.setsockopt(zmq.MAXMSGSIZE, _OVERSIZE * self.max_message_bytes)
             made.setsockopt(zmq.IPV6, address[0] == socket.AF_INET6)
-            if self._curve is not None and key is not None:
+            if self.curve is not None and key is not None:
                 from lean_selector.links.curve_keys import give_keys
 
-                give_keys(made, self._curve.pair, key)
+                give_keys(made, self.curve.pair, key)
             monitored = f"inproc://link-{next(_monitors)}"
             made.monitor(monitored, _EVENTS)
-            monitor = self._monitor = self._links.socket(zmq.PAIR)
+            monitor = self._monitor = self.links.socket(zmq.PAIR)
             monitor.connect(monitored)
             asyncio.get_running_loop().add_reader(monitor.fileno(), self._read_monitor)
             made.connect(_endpoint(address))
-            self._opening(made)
+            self.opening(made)
         except zmq.ZMQError as error:
             raise OSError(error.errno, error.strerror) from None
 
@@ -465,10 +455,10 @@ class Link:
             return "it violated the protocol in the ZMTP handshake"
         if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             self._is_refused_for_key = True
-            if self._curve is None:
+            if self.curve is None:
                 return "it requires credentials"
-            return f"it does not admit our public key {self._curve.pair.public.decode()}"
-        if self._curve is None or self._step is _Step.READY:
+            return f"it does not admit our public key {self.curve.pair.public.decode()}"
+        if self.curve is None or self._step is _Step.READY:
             return self._step.value
         return "its server key is not trusted"
 
@@ -497,7 +487,7 @@ class Link:
         self._wake()
         began = time.monotonic()
         await self._lost.wait()
-        await self._links.turn()  # a host may end with hundreds of ranks
+        await self.links.turn()  # a host may end with hundreds of ranks
         while self._take():  # libzmq holds at most a few rounds of messages
             pass
         return began
@@ -509,7 +499,7 @@ class Link:
         self._drop()
 
     def _wake(self) -> None:
-        self._links.reading.start(self._take, self._failed_to_take)
+        self.links.reading.start(self._take, self._failed_to_take)
 
     def _failed_to_take(self, error: Exception) -> None:
         failed("zmq link", "it reads on", error)

@@ -272,7 +272,7 @@ async def test_closing_ends_a_replay_that_hears_something_shortly_before(turns: 
         asked = replay.link
         await until(lambda: asked.state is LinkState.CONNECTED)
         await asyncio.sleep(0.01)
-        asked._on_message()
+        asked.on_message()
         for _ in range(turns):
             await asyncio.sleep(0)
         await asyncio.wait_for(service.listener.stop(), DEADLINE_S)

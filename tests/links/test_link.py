@@ -689,7 +689,7 @@ async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_m
     async with publisher() as pub, Heard(endpoint_of(pub), links) as heard:
         assert await pub.recv() == b"\x01"
         await until(lambda: heard.states == [LinkState.CONNECTED])
-        heard.link._on_message = fail  # type: ignore[assignment] # it raises
+        heard.link.on_message = fail  # type: ignore[assignment] # it raises
         links.reading._is_scheduled = (
             True  # nothing is read meanwhile: what comes then stands in one queue
         )

@@ -6,6 +6,7 @@ a request expires (slot_tracker.md section 3.5; D12). Peers' events change reser
 (ReplicaApplier), and are not published again. Callers pass the time: monotonic seconds."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from lean_selector.core.load.shapes import Reservation, ReservationSpec
@@ -94,27 +95,24 @@ class Ledgers:
         return gone
 
 
+@dataclass(eq=False)
 class Ledger:
     """The reservations of one (model_name, tenant_id). A method that raises has changed nothing.
 
     Publishes new reservations, completed prefills and calls of `free`, also for peers' requests. If
     a request expires or loses its rank, only the replica that admitted it publishes the end."""
 
-    def __init__(
-        self, model_name: str, tenant_id: str, block_size: int, slots: Slots, shared: Ledgers
-    ) -> None:
-        self.model_name = model_name
-        self.tenant_id = tenant_id
-        self.block_size = block_size
-        self.slots = slots
-        self._events = shared.events
-        self._republish_after_s = shared.republish_after_s
+    model_name: str
+    tenant_id: str
+    block_size: int
+    slots: Slots
+    shared: Ledgers
 
     def book(self, spec: ReservationSpec, sequence_hashes: bytes, now: float) -> Reservation:
         """Admit a request. Raises NotFound for an unknown rank, DuplicateRequest for a live id."""
         reservation = self.slots.book(spec, sequence_hashes, now)
-        if self._events is not None:
-            self._events.booked(self, reservation, sequence_hashes)
+        if (events := self.shared.events) is not None:
+            events.booked(self, reservation, sequence_hashes)
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
@@ -123,12 +121,12 @@ class Ledger:
         if completed is None:
             return None
         reservation, first = completed
-        if self._events is not None:
+        if self.shared.events is not None:
             if first:
                 reservation.published_at = now
-                self._events.prefill_completed(self, reservation)
+                self.shared.events.prefill_completed(self, reservation)
             else:
-                self._keep_alive(self._events, reservation, now)
+                self._keep_alive(self.shared.events, reservation, now)
         return reservation
 
     def output_block(
@@ -140,15 +138,15 @@ class Ledger:
     ) -> Reservation | None:
         """Add blocks that a request has generated. Return None if the request is not live."""
         reservation = self.slots.output_block(request_id, now, decay_fraction, blocks)
-        if self._events is not None and reservation is not None:
-            self._keep_alive(self._events, reservation, now)
+        if self.shared.events is not None and reservation is not None:
+            self._keep_alive(self.shared.events, reservation, now)
         return reservation
 
     def free(self, request_id: str, now: float) -> Reservation | None:
         """End a request and remove its reservation. Return None if the request is not live."""
         reservation = self.slots.free(request_id, now)
-        if self._events is not None and reservation is not None:
-            self._events.freed(self, reservation)
+        if self.shared.events is not None and reservation is not None:
+            self.shared.events.freed(self, reservation)
         return reservation
 
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
@@ -159,16 +157,16 @@ class Ledger:
 
     def publish_ended(self, reservations: list[Reservation]) -> None:
         """Publish the end of these reservations, except of those that a peer admitted."""
-        if self._events is not None:
+        if self.shared.events is not None:
             for reservation in reservations:
                 if not reservation.is_replica:
-                    self._events.freed(self, reservation)
+                    self.shared.events.freed(self, reservation)
 
     def _keep_alive(self, events: LifecycleEvents, reservation: Reservation, now: float) -> None:
         """Publish our request again if nothing was published about the request for long (D12)."""
         if (
             reservation.router_id is None
-            and now - reservation.published_at >= self._republish_after_s
+            and now - reservation.published_at >= self.shared.republish_after_s
         ):
             reservation.published_at = now
             events.kept_alive(self, reservation)
