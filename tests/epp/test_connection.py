@@ -14,19 +14,11 @@ from lean_selector.epp import messages
 from lean_selector.epp.connection import EXT_PROC, PickerConnection
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import digest_of
+from tests.http import test_protocol
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RESET, SETTINGS, PING, GOAWAY, WINDOW, CONTINUATION = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    6,
-    7,
-    8,
-    9,
-)
+DATA, HEADERS, PRIORITY, RESET, SETTINGS = 0, 1, 2, 3, 4
+PING, GOAWAY, WINDOW, CONTINUATION = 6, 7, 8, 9
 END_STREAM, END_HEADERS = 1, 4
 PROCESS = f"/{EXT_PROC}/Process"
 CHECK = "/grpc.health.v1.Health/Check"
@@ -71,27 +63,14 @@ GREETING = PREFACE + frame(SETTINGS, 0, 0) + frame(SETTINGS, 1, 0)
 OPEN = frame(HEADERS, END_HEADERS, 1, head())
 
 
-class Transport:
-    """What is written stays; nobody reads it."""
-
-    def __init__(self) -> None:
-        self.written = bytearray()
-        self.is_closed = self.is_paused = self.is_aborted = False
-
-    def write(self, data: bytes | bytearray) -> None:
-        self.written += data
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = self.is_aborted = True
+class Transport(test_protocol.Transport):
+    """One that may be paused twice, as those of loops."""
 
     def pause_reading(self) -> None:
-        self.is_paused = True
+        self.reads = False
 
     def resume_reading(self) -> None:
-        self.is_paused = False
+        self.reads = True
 
 
 class Handler:
@@ -127,7 +106,7 @@ class Peer:
         self.handlers: list[Handler] = []
         self.of = PickerConnection(self.connections, self._new, lambda: ready, may_write)
         self.transport = Transport()
-        self.of.connection_made(self.transport)  # type: ignore[arg-type]
+        self.of.connection_made(self.transport)
         if greets:
             self.sends(GREETING)
 
@@ -138,7 +117,7 @@ class Peer:
     def sends(self, data: bytes, at_a_time: int = 1 << 18) -> "Peer":
         """As a transport hands it on, unless it is closed; other work of the loop comes between."""
         for at in range(0, len(data), at_a_time):
-            if self.transport.is_closed:
+            if self.transport.is_closing():
                 break
             self.of.data_received(data[at : at + at_a_time])
             while self.later:
@@ -148,7 +127,7 @@ class Peer:
         return self
 
     def frames(self) -> list[tuple[int, int, int, bytes]]:
-        return frames_in(self.transport.written)
+        return frames_in(b"".join(self.transport.writes))
 
     def payload(self, kind: int) -> list[bytes]:
         return [payload for each, _, _, payload in self.frames() if each == kind]
@@ -169,7 +148,7 @@ class Peer:
         self.of.connection_lost(None)
         assert self.of.held_bytes == self.connections.held_bytes == 0
         assert all(handler.ends for handler in self.handlers)
-        return self.transport.is_closed
+        return self.transport.is_closing()
 
 
 # -- what a good peer gets -------------------------------------------------------------------------
@@ -231,7 +210,7 @@ def test_a_call_is_refused_by_a_status_and_the_connection_goes_on(
         frame(HEADERS, END_HEADERS, 3, head(CHECK)) + frame(DATA, END_STREAM, 3, message(b""))
     )
     assert peer.status() == 0
-    assert not peer.transport.is_closed
+    assert peer.transport.state == "open"
 
 
 def test_a_call_needs_a_token_that_may_write_and_health_needs_none() -> None:
@@ -261,12 +240,12 @@ def test_an_idle_connection_is_closed_and_one_that_never_asked_sooner() -> None:
     ):
         peer = Peer().sends(sends)
         peer.connections.sweep(100.0 + limit_s)
-        assert not peer.transport.is_closed
+        assert peer.transport.state == "open"
         peer.connections.sweep(100.1 + limit_s)
-        assert peer.transport.is_closed
+        assert peer.transport.state != "open"
     peer = Peer().sends(OPEN)
     peer.connections.sweep(1e6)
-    assert not peer.transport.is_closed, "its request is in progress"
+    assert peer.transport.state == "open", "its request is in progress"
 
 
 # -- what a hostile one costs ----------------------------------------------------------------------
@@ -337,7 +316,7 @@ def test_echoes_that_nobody_takes_close_the_window() -> None:
     one = frame(DATA, 0, 1, message(b"e" * 16_000))
     sent = 0
     window = under_test.STREAM_WINDOW
-    while window >= len(one) and not peer.transport.is_closed:
+    while window >= len(one) and peer.transport.state == "open":
         peer.sends(one)
         sent += len(one)
         window = under_test.STREAM_WINDOW - sent
@@ -371,9 +350,9 @@ def test_a_connection_that_holds_too_much_is_closed() -> None:
 def test_a_peer_that_does_not_read_is_not_read() -> None:
     peer = Peer()
     peer.of.pause_writing()
-    assert peer.transport.is_paused
+    assert not peer.transport.reads
     peer.of.resume_writing()
-    assert not peer.transport.is_paused
+    assert peer.transport.reads
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
@@ -383,9 +362,9 @@ def test_a_peer_that_takes_nothing_is_dropped(is_closed: bool) -> None:
     if is_closed:
         peer.of.go_away()
     peer.connections.sweep(100.0 + under_test.MAX_STUCK_S)
-    assert not peer.transport.is_aborted
+    assert peer.transport.state != "aborted"
     peer.connections.sweep(100.1 + under_test.MAX_STUCK_S)
-    assert peer.transport.is_aborted
+    assert peer.transport.state == "aborted"
 
 
 def test_other_work_of_the_loop_comes_between() -> None:
@@ -394,11 +373,11 @@ def test_other_work_of_the_loop_comes_between() -> None:
     data = b"".join(frame(HEADERS, END_HEADERS, 2 * n + 1, head()) for n in range(1500))
     peer.of.data_received(data)
     assert peer.later, "the rest is put off"
-    assert peer.transport.is_paused
+    assert not peer.transport.reads
     assert len(peer.handlers) < 1500
     peer.sends(frame(PING, 0, 0, b"12345678"))
     assert len(peer.handlers) == 1500
-    assert not peer.transport.is_paused
+    assert peer.transport.reads
 
 
 def test_a_drain_resets_what_is_open() -> None:
