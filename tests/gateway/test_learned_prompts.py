@@ -193,14 +193,6 @@ def test_tools_salts_and_arguments_keep_prompts_apart() -> None:
         assert engine.known(messages, **fields).is_whole, fields
 
 
-def test_the_length_of_an_unknown_prompt_is_estimated_by_those_that_are_known() -> None:
-    engine = Engine()
-    for number in range(12):
-        engine.answer([said("user", f" word{number}" * 100)], [])
-    messages = [said("user", " other" * 100)]
-    assert abs(engine.known(messages).tokens / len(chat_tokens({"messages": messages})) - 1) < 0.5
-
-
 @pytest.mark.parametrize("forgets", [False, True])
 def test_a_conversation_is_kept_once_also_if_each_turn_is_put_differently_later(
     forgets: bool,

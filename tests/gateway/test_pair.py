@@ -132,6 +132,7 @@ CREATED = b'event: response.created\ndata: {"type":"response.created"}\n\n'
     "answer", [ERROR % 500, FAILED % 500, ROLE + FAILED % 500, ROLE, CREATED, b"data: [DONE]\n\n"]
 )
 def test_a_500_with_params_is_nobody_s_fault_until_both_legs_were_run_anew(answer: bytes) -> None:
+    """Neither is blamed for the first, and both are not for the second (SMG blames both)."""
     if not answer.startswith(b"HTTP"):
         answer = HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer)
     errand = Pairing()
@@ -238,6 +239,7 @@ def test_params_that_end_an_engine_are_sent_to_none(params: object) -> None:
 
 @pytest.mark.parametrize("leaves", ["in the first leg", "between them", "in the second"])
 def test_a_client_who_leaves_ends_what_is_under_way(leaves: str) -> None:
+    """The worker need not go on, and no blocks stay held for long (llm-d#1138)."""
     errand = Pairing()
     leg, worker, transport = errand.sent_to_pair(1, 2)
     use = cast(BookedUse, errand.of.use)

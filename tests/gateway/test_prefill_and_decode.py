@@ -216,20 +216,6 @@ def test_the_prefill_worker_s_load_ends_with_its_answer(fleet: Fleet) -> None:
     fleet.check()
 
 
-@pytest.mark.parametrize("leg", ["prefill", "decode"])
-def test_a_client_who_leaves_leaves_nothing_behind(fleet: Fleet, leg: str) -> None:
-    """No blocks stay held, no reservation, and the worker need not go on (llm-d#1138)."""
-    workers = fleet.prefill if leg == "prefill" else fleet.decode
-    before = sum(each.seen()["hung_up"] for each in workers)
-    held = sum(each.seen()["leases"] for each in fleet.prefill)  # of clients who left between
-    with ExitStack() as running:
-        fleet.begin(running, f"leaves {leg}", **{leg: {"stall_after": 0}})
-        wait_until(lambda: sum(each.seen()["active"] for each in workers) > 0, "it computes")
-    wait_until(lambda: sum(each.seen()["hung_up"] for each in workers) > before, "it is let go")
-    fleet.check()
-    assert sum(each.seen()["leases"] for each in fleet.prefill) <= held
-
-
 def test_why_no_pair_serves_a_request_is_in_its_answer_and_counted(fleet: Fleet) -> None:
     """llm-d-router#792"""
     answer = fleet.gateway.ask("POST", "/v1/embeddings", {"model": "m", "input": TEXT})
@@ -237,20 +223,6 @@ def test_why_no_pair_serves_a_request_is_in_its_answer_and_counted(fleet: Fleet)
     assert answer.headers["x-lean-worker"] in [each.url for each in fleet.decode]
     text = fleet.gateway.child.request("GET", "/metrics")[1].decode()
     assert 'lean_selector_pairs_total{reason="no_output"} 1' in text
-
-
-def test_a_500_of_the_decode_worker_runs_both_legs_anew_once(fleet: Fleet) -> None:
-    """Neither is blamed for the first, and both are not for the second (SMG blames both)."""
-    before = [each.seen()["legs"] for each in fleet.prefill]
-    answer = fleet.chat(fake={"decode": {"status": 500}})
-    assert answer.status == 500
-    after = [each.seen()["legs"] for each in fleet.prefill]
-    assert sorted(b - a for a, b in zip(before, after, strict=True)) == [1, 1]
-    fleet.gateway.wait_until_free()
-    assert fleet.reports("failed") == 1
-    assert fleet.ejected() == []
-    for each in fleet.prefill:  # its params were not fetched, and are sent to nobody
-        assert max(each.seen()["pulls"]) <= 1
 
 
 @pytest.mark.parametrize("streams", [False, True])

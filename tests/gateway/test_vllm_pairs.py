@@ -495,54 +495,35 @@ def test_many_clients_get_right_answers(rig: Rig) -> None:
     assert played.outcomes["pair; uncached"] > played.outcomes["local; cached"]
 
 
-def test_a_killed_prefill_worker(rig: Rig) -> None:
+@pytest.mark.parametrize("kills", ["prefill", "decode"])
+def test_a_killed_worker(rig: Rig, kills: str) -> None:
     bodies = pool(40)
     for path, body in bodies:
         rig.alone(path, body)
-    with rig.gateway("--pd-local-max-tokens", "0", "--pd-fallback", "local") as gateway:
+    victim = rig.prefill if kills == "prefill" else rig.decode[0]
+    fallback = "local" if kills == "prefill" else "refuse"
+    flags = ("--pd-local-max-tokens", "0", "--pd-fallback", fallback)
+    with rig.gateway(*flags) as gateway:
         played = Played(rig, gateway, bodies)
-        with played.running(3):
-            wait_until(lambda: sum(played.outcomes.values()) > 30, "requests are answered", 60.0)
-            rig.prefill.end(signal.SIGKILL)
-            seen = sum(played.outcomes.values())
-            wait_until(
-                lambda: sum(played.outcomes.values()) > seen + 40, "requests are answered", 120.0
-            )
-            rig.prefill.start()
-            rig.prefill.wait()
-            pairs = played.outcomes["pair; uncached"]
-            wait_until(
-                lambda: played.outcomes["pair; uncached"] > pairs + 20, "pairs are back", 120.0
-            )
-        rig.wait_until_even(gateway)
-    _log.info("%s", played.outcomes)
-    assert not played.wrong
-    assert all(each.startswith(("pair; ", "local; ")) for each in played.outcomes)
 
+        def wait_for_more(count: int, *outcomes: str) -> None:
+            def seen() -> int:
+                return sum(played.outcomes[each] for each in outcomes or list(played.outcomes))
 
-def test_a_killed_decode_worker(rig: Rig) -> None:
-    bodies = pool(40)
-    for path, body in bodies:
-        rig.alone(path, body)
-    victim = rig.decode[0]
-    with rig.gateway("--pd-local-max-tokens", "0") as gateway:
-        played = Played(rig, gateway, bodies)
+            before = seen()
+            wait_until(lambda: seen() > before + count, "requests are answered", 120.0)
+
         with played.running(3):
-            wait_until(lambda: sum(played.outcomes.values()) > 30, "requests are answered", 60.0)
+            wait_for_more(30)
             victim.end(signal.SIGKILL)
-            seen = sum(played.outcomes.values())
-            wait_until(
-                lambda: sum(played.outcomes.values()) > seen + 40, "requests are answered", 120.0
-            )
+            wait_for_more(40)
             victim.start()
             victim.wait()
-            seen = sum(played.outcomes.values())
-            wait_until(
-                lambda: sum(played.outcomes.values()) > seen + 40, "requests are answered", 120.0
-            )
+            wait_for_more(20, "pair; uncached")
         rig.wait_until_even(gateway)
     _log.info("%s", played.outcomes)
     assert not played.wrong
     cut = {"IncompleteRead", "ConnectionResetError", "RemoteDisconnected", "an error in a stream"}
-    assert not set(played.outcomes) - cut - {"pair; uncached", "local; cached"}
-    assert sum(played.outcomes[each] for each in cut) <= 3  # of those that had begun
+    broken = [each for each in played.outcomes if not each.startswith(("pair; ", "local; "))]
+    assert set(broken) <= (cut if kills == "decode" else set())
+    assert sum(played.outcomes[each] for each in broken) <= 3  # of those that had begun
