@@ -16,17 +16,6 @@ T = TypeVar("T")
 Fields = Mapping[str, object]
 
 
-def _bare(value: object) -> int:
-    """Converts an instance of an int subclass to a plain int. Raises ValueError for other types."""
-    if isinstance(value, int):
-        return int(value)
-    raise ValueError(f"{type(value).__name__} is not a JSON type")
-
-
-_encode_json = msgspec.json.Encoder(enc_hook=_bare).encode
-_encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
-
-
 class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request to the service. `waits`: the response may be delayed until a worker is free.
 
@@ -45,7 +34,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         """Return the body as JSON, with hashes as signed integers. Return None without a body."""
         if self.body is None or isinstance(self.body, bytes):
             return self.body
-        return _encode_json(
+        return msgspec.json.encode(
             {
                 name: unpack_signed(value) if isinstance(value, bytes) else value
                 for name, value in self.body.items()
@@ -54,7 +43,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
 
     def msgpack(self) -> bytes:
         """Return the body as MessagePack, which only this project's service accepts."""
-        return _encode_msgpack(self.body)
+        return msgspec.msgpack.encode(self.body)
 
 
 class Selected(msgspec.Struct, frozen=True):
@@ -138,7 +127,7 @@ def select_and_reserve(reservation_id: str, fields: Fields) -> Call[Selected]:
 
 
 def route(reservation_id: str, path: str, body: bytes | Fields) -> Call[Selected]:
-    text = body if isinstance(body, bytes) else _encode_json(body)
+    text = body if isinstance(body, bytes) else msgspec.json.encode(body)
     headers = {"accept": "application/json", "x-reservation-id": reservation_id}
     return Call("POST", "/route" + quote(path), _read_selected, text, waits=True, headers=headers)
 

@@ -159,9 +159,7 @@ class Driver:
         except ClientError:
             self._check_open()
             raise
-        if self._is_closing:
-            await opened.close()
-            raise self.closed()
+        self._check_open()  # close() ends the response
         return opened
 
     # -- reservations ------------------------------------------------------------------------------

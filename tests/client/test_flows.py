@@ -243,10 +243,6 @@ def test_only_a_selection_may_take_long() -> None:
     assert (prompt["connect"], prompt["read"], prompt["write"]) == (1.0, 2.0, 2.0)
 
 
-def test_a_reservation_id_is_escaped_in_the_path() -> None:
-    assert calls.free("a/b c").path == "/reservations/a%2Fb%20c"
-
-
 @pytest.mark.parametrize("endpoint", ["unix:", "localhost:8092", ""])
 def test_an_endpoint_is_a_url_or_a_unix_socket(endpoint: str) -> None:
     with pytest.raises(ValueError, match="unix:"):
@@ -571,16 +567,6 @@ def test_a_worker_that_does_not_take_a_request_is_avoided(error: WorkerError) ->
     steps = play(router().generate(TOKENS, "m"), selected(3), error, found)
     assert kinds(steps) == [Ask, OpenStream, Release, Ask, Ask]
     assert fields_of(steps[-1])["allowed_worker_ids"] == [1, 2]
-
-
-def test_what_a_worker_answers_otherwise_is_raised_and_its_booking_released() -> None:
-    work = router().generate(TOKENS, "m")
-    begin(work)
-    work.send(selected())
-    with pytest.raises(WorkerRefused) as caught:
-        work.throw(refused_by(1, 400))
-    assert kinds(driver.steps) == [Ask, OpenStream, Release]
-    assert (caught.value.status, caught.value.worker_id) == (400, 1)
 
 
 @pytest.mark.parametrize("pinned", [None, 3])

@@ -2,12 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 
 import msgspec
-import pytest
 
-from lean_selector import KvRouter, SyncKvRouter, block_hashes, sequence_hashes
+from lean_selector import KvRouter, block_hashes, sequence_hashes
 from tests.support.on_loop import on_loop
 from tests.support.outbound_server import response, serving
 from tests.support.running_service import RunningService
@@ -32,28 +30,7 @@ def kind_and_body(request: bytes) -> tuple[str, bytes]:
     return head.lower().split(b"content-type: ")[1].split(b"\r\n")[0].decode(), body
 
 
-Ask = Callable[[str], Awaitable[list[tuple[int, int, int]]]]
-
-
-async def one_after_the_other(url: str) -> list[tuple[int, int, int]]:
-    async with KvRouter(url, 16, model_name="m") as router:
-        return [await router.best_worker(TOKENS) for _ in range(2)]
-
-
-async def without_a_loop(url: str) -> list[tuple[int, int, int]]:
-    def ask() -> list[tuple[int, int, int]]:
-        with SyncKvRouter(url, 16, model_name="m") as router:
-            return [router.best_worker(TOKENS) for _ in range(2)]
-
-    return await asyncio.to_thread(ask)
-
-
-async def at_once(url: str) -> list[tuple[int, int, int]]:
-    async with KvRouter(url, 16, model_name="m") as router:
-        return await asyncio.gather(*(router.best_worker(TOKENS) for _ in range(8)))
-
-
-async def asked(ask: Ask) -> list[tuple[str, bytes]]:
+async def asked(batches: int, at_once: int) -> list[tuple[str, bytes]]:
     """What a service gets that takes JSON alone, as the reference does: other bodies are 415."""
 
     async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,13 +39,16 @@ async def asked(ask: Ask) -> list[tuple[str, bytes]]:
         writer.write(response(json.dumps(ANSWER).encode(), status, "connection: close\r\n"))
 
     async with serving(serve) as served:
-        assert set(await ask(served.url)) == {(1, 0, 1)}
+        async with KvRouter(served.url, 16, model_name="m") as router:
+            for _ in range(batches):
+                found = await asyncio.gather(*(router.best_worker(TOKENS) for _ in range(at_once)))
+                assert set(found) == {(1, 0, 1)}
         return [kind_and_body(request) for request in served.requests]
 
 
-@pytest.mark.parametrize("ask", [one_after_the_other, without_a_loop])
-def test_a_service_that_takes_json_only_is_asked_again_once_and_then_in_json(ask: Ask) -> None:
-    bodies = asyncio.run(asked(ask))
+@on_loop
+async def test_a_service_that_takes_json_only_is_asked_again_once_and_then_in_json() -> None:
+    bodies = await asked(2, 1)
     kinds = [kind for kind, _ in bodies]
     assert kinds == ["application/msgpack", "application/json", "application/json"]
     local = block_hashes(TOKENS, 16)
@@ -80,8 +60,9 @@ def test_a_service_that_takes_json_only_is_asked_again_once_and_then_in_json(ask
     assert fields == packed
 
 
-def test_calls_at_the_same_time_are_all_asked_again() -> None:
-    asyncio.run(asked(at_once))
+@on_loop
+async def test_calls_at_the_same_time_are_all_asked_again() -> None:
+    await asked(1, 8)
 
 
 @on_loop

@@ -33,7 +33,6 @@ from lean_selector.client import (
     WorkerStreamBroken,
     WorkerUnreachable,
 )
-from lean_selector.client.transport import DRAIN_S
 from tests.client.fleet import MODEL, Fleet
 from tests.support.on_loop import on_loop, until
 from tests.support.recording_proxy import HeldAnswers
@@ -127,16 +126,6 @@ async def test_a_stream_ends_at_the_engines_last_word(
         stream = await router.generate(TOKENS, MODEL, {"max_tokens": 2}, **fake(**manner))
         assert [chunk.get("token_ids") async for chunk in stream] == tokens
         assert fleet.total() == NOTHING
-
-
-def test_a_connection_whose_answer_ended_serves_a_slower_one_afterwards(fleet: Fleet) -> None:
-    with SyncKvRouter(fleet.endpoint, 4) as router:
-        for manner in ({}, {"step_s": 2 * DRAIN_S}):
-            with router.generate(
-                TOKENS, MODEL, {"max_tokens": 2}, worker_id=1, **fake(**manner)
-            ) as stream:
-                assert [chunk.get("token_ids") for chunk in stream] == WHOLE
-    assert fleet.workers[1].connections == 1
 
 
 # -- what ends a stream ----------------------------------------------------------------------------
