@@ -20,6 +20,7 @@ A method that raises one of these errors has left no reservation behind, unless 
 otherwise."""
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 
 class ClientError(Exception):
@@ -37,6 +38,8 @@ class ServiceUnreachable(ClientError):
 class ServiceRefused(ClientError):
     """`retry_after_s`: the header retry-after of the answer, in seconds."""
 
+    STATUSES: ClassVar[tuple[int, ...]] = ()
+
     def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {error}")
         self.status = status
@@ -45,32 +48,27 @@ class ServiceRefused(ClientError):
 
 
 class InvalidRequest(ServiceRefused):
-    pass
+    STATUSES = (400, 413, 415, 422)
 
 
 class NotFound(ServiceRefused):
-    pass
+    STATUSES = (404,)
 
 
 class AlreadyExists(ServiceRefused):
-    pass
+    STATUSES = (409,)
 
 
 class NoWorkerAvailable(ServiceRefused):
-    pass
-
-
-_BY_STATUS: dict[int, type[ServiceRefused]] = {
-    **dict.fromkeys((400, 413, 415, 422), InvalidRequest),
-    404: NotFound,
-    409: AlreadyExists,
-    **dict.fromkeys((429, 503), NoWorkerAvailable),
-}
+    STATUSES = (429, 503)
 
 
 def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
     """Return the error for a response of the service with this HTTP status."""
-    return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
+    for kind in (InvalidRequest, NotFound, AlreadyExists, NoWorkerAvailable):
+        if status in kind.STATUSES:
+            return kind(status, error, retry_after_s)
+    return ServiceRefused(status, error, retry_after_s)
 
 
 class WorkerError(ClientError):

@@ -111,8 +111,7 @@ class ServiceConnection:
         uds: str | None = None
         context: ssl.SSLContext | bool = False  # no TLS
         if endpoint.startswith("unix:"):
-            path = endpoint.removeprefix("unix:")
-            uds = path.removeprefix("//") if path.startswith("///") else path
+            uds = endpoint.removeprefix("unix:")
             self._base_url = "http://localhost"
             if not uds:
                 raise ValueError("unix: needs a path")
