@@ -256,6 +256,8 @@ def _kind(schema: Schema) -> str:
 
 
 def _bounds(least: float | None, most: float | None) -> str:
+    if most is not None and most > 1e300:  # finite, as each number in JSON is
+        return _bounds(None if least is not None and least < 0 else least, None)
     if least is None:
         return "" if most is None else f", at most {_number(most)}"
     return (

@@ -38,7 +38,6 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
     LOAD,
-    MOST_FAIRNESS_ID,
     NEVER,
     OUTLOOK,
     SELECT_AND_RESERVE,
@@ -57,7 +56,7 @@ from lean_selector.core.selection.shapes import (
     WorkerRecord,
 )
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
-from lean_selector.wire.scalars import DEFAULT_GROUP, allowed_workers, check_finite, check_id
+from lean_selector.wire.scalars import DEFAULT_GROUP, allowed_workers
 from lean_selector.wire.selection_bodies import (
     Ending,
     KvSource,
@@ -343,8 +342,6 @@ class SelectionService(WorkerHandlers):
                     session_id = None  # the session has no effect on these
                 else:
                     partition.sessions.check_id(session_id)
-        if body.selection_id is not None:
-            check_id("selection_id", body.selection_id)
         override = body.router_config_override
         terms = self._terms(partition.model_name, override)
         request = SelectionRequest(self.prompt(body, partition, override), terms)
@@ -352,29 +349,27 @@ class SelectionService(WorkerHandlers):
         if body.explain:
             request.adds = EXPLANATION
         if body.affinity_target is not None:
-            request.target = body.affinity_target.target()
+            request.target = body.affinity_target
         if body.pinned_worker is not None:
-            request.pinned = body.pinned_worker.pinned()
+            request.pinned = body.pinned_worker
         if session_id is not None:
             request.session_id = session_id
         if body.allowed_worker_ids is not None:
-            request.allowed_worker_ids = body.allowed()
+            request.allowed_worker_ids = allowed_workers(body.allowed_worker_ids)
         constraints = body.routing_constraints
         if not isinstance(constraints, UnsetType):
-            request.required_taints = constraints.required()
-            request.preferred_taints = constraints.weights()
+            request.required_taints = frozenset(constraints.required_taints)
+            request.preferred_taints = constraints.preferred_taints
         if body.priority_jump is not None:
-            check_finite("priority_jump", body.priority_jump)
             request.priority_jump = body.priority_jump
         if body.strict_priority is not None:
             request.strict_priority = body.strict_priority
         if body.disaggregate is not None:
             request.disaggregate = body.disaggregate
         if body.prefill_allowed_worker_ids is not None:
-            name, ids = "prefill_allowed_worker_ids", body.prefill_allowed_worker_ids
-            request.prefill_allowed_worker_ids = allowed_workers(ids, name)
+            ids = body.prefill_allowed_worker_ids
+            request.prefill_allowed_worker_ids = allowed_workers(ids)
         if body.fairness_id is not None:
-            check_id("fairness_id", body.fairness_id, MOST_FAIRNESS_ID)
             request.fairness_id = body.fairness_id
         return request
 
@@ -449,8 +444,6 @@ class SelectionService(WorkerHandlers):
     def reserve(self, body: ReservationRequest) -> object:
         key, selection_id = (body.model_name, body.group()), body.selection_id
         worker_id, reservation_id = body.worker_id, body.reservation_id
-        if isinstance(reservation_id, str):
-            check_id("reservation_id", reservation_id)
         if selection_id is not None:
             if not isinstance(worker_id, int):
                 if isinstance(reservation_id, UnsetType):
@@ -484,7 +477,7 @@ class SelectionService(WorkerHandlers):
             body.expected_output_tokens,
             self._terms(partition.model_name, body.router_config_override).track_prefill,
             books_prefill=books_prefill,
-            leg=None if body.prefill is None else body.prefill.choice(),
+            leg=body.prefill,
         )
 
     def prefill_complete(self, reservation_id: str) -> Ok:

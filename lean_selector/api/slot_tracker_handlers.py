@@ -20,7 +20,6 @@ from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
 from lean_selector.wire.exposition import Families, Sample, table
 from lean_selector.wire.replica_shapes import PeerUrlRequest
-from lean_selector.wire.scalars import check_id
 from lean_selector.wire.selection_bodies import Ok
 from lean_selector.wire.slot_tracker_bodies import (
     AddRequest,
@@ -86,7 +85,6 @@ class SlotTrackerService(ReplicaHandlers):
 
     def add(self, body: AddRequest) -> Ok:
         hashes = body.hashes()  # a wrong shape is reported before other errors
-        check_id("request_id", body.request_id)
         self.trackers.add(
             body.model_name,
             body.group(),

@@ -1,9 +1,10 @@
 """Limits of numbers on the wire (D6), and checks of arguments that Python callers pass."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, SupportsFloat, SupportsIndex, TypeVar
 
-from msgspec import Meta
+from msgspec import Meta, ValidationError
 
 U64_MAX = 2**64 - 1  # ids, hashes and token counts are unsigned 64 bits
 MAX_ISL_TOKENS = 2**53 - 1  # the largest integers that a float holds exactly
@@ -12,6 +13,19 @@ RANK_LIMIT = 2**32 - 1  # ranks are u32, and so is the end of a worker's range
 
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself has no integer above 2^64-1
+# msgspec cannot bound integers above 2^63-1, so `check_u64` does it. `extra_json_schema` is what
+# /openapi.json says of a type besides; it checks nothing.
+NonNegative = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
+# JSON has neither infinities nor NaN; MessagePack and Python do.
+LARGEST = math.nextafter(math.inf, 0.0)
+Finite = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+Weight = Annotated[float, Meta(ge=0.0, le=LARGEST)]
+
+
+def check_u64(name: str, value: int) -> None:
+    """Raise ValidationError if `value` is above 2^64-1."""
+    if value > U64_MAX:
+        raise ValidationError(f"Expected `int` <= {U64_MAX} - at `$.{name}`")
 
 
 # -- arguments of Python callers -------------------------------------------------------------------

@@ -7,10 +7,9 @@ from typing import Final, Literal
 import msgspec
 import xxhash
 
-from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.numbers import U64_MAX, NonNegative
 from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, WorkerRole, WorkerSpec
 from lean_selector.http.urls import base_without_version, endpoint_url
-from lean_selector.wire.scalars import NonNegative
 from lean_selector.wire.selection_bodies import (
     DROPPED_FIELDS,
     RankText,

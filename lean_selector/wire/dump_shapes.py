@@ -11,9 +11,8 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.index.kv_groups import GroupState
 from lean_selector.core.index.shapes import LearnedFacts, StoredRun, Tier, Watermark
-from lean_selector.core.numbers import U32
+from lean_selector.core.numbers import U32, NonNegative
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.wire.scalars import NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):

@@ -14,9 +14,9 @@ from lean_selector.core.hashing import (
     local_hashes,
     sequence_hashes_bytes,
 )
-from lean_selector.core.numbers import MAX_ISL_TOKENS
+from lean_selector.core.numbers import MAX_ISL_TOKENS, check_u64
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.wire.scalars import check_u64, is_absent, packed
+from lean_selector.wire.scalars import is_absent, packed
 from lean_selector.wire.selection_bodies import PromptFields
 
 

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from lean_selector.core.numbers import U32, U64, U64_MAX
-from lean_selector.wire.scalars import NonNegative
+from lean_selector.core.numbers import U32, U64, U64_MAX, NonNegative
 
 
 class Duration(msgspec.Struct, gc=False):

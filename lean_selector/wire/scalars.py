@@ -4,7 +4,6 @@ In JSON (except dumps), block hashes are signed 64-bit integers. In memory, a li
 `bytes`: 8 little-endian bytes per hash. Only this module converts such JSON to bytes and back."""
 
 import functools
-import math
 import re
 import struct
 import sys
@@ -16,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.numbers import MAX_RANKS, U64_MAX
+from lean_selector.core.numbers import MAX_RANKS, U64_MAX, NonNegative, check_u64
 
 DEFAULT_GROUP = "default"
 
@@ -117,23 +116,6 @@ def _halved(wide: bytes) -> bytes | None:
 
 # -- integers and hashes ---------------------------------------------------------------------------
 
-# msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it. `extra_json_schema` is what
-# /openapi.json says of a type besides; it checks nothing.
-NonNegative = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
-
-
-def check_u64(name: str, value: int) -> None:
-    """Raise msgspec.ValidationError if `value` is above 2**64 - 1."""
-    if value > U64_MAX:
-        raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.{name}`")
-
-
-def check_finite(name: str, value: float) -> None:
-    """Raise BadRequest for an infinity or NaN. MessagePack and Python allow these values, JSON does
-    not."""
-    if not math.isfinite(value):
-        raise BadRequest(f"{name}: expected a number, got {value}")
-
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     """Pack a JSON list of signed 64-bit integers, 8 bytes each. Raises msgspec.ValidationError,
@@ -201,32 +183,19 @@ def is_absent(hashes: HashList) -> bool:
     return hashes is ABSENT or (len(memoryview(hashes)) == 4 and bytes(hashes) == b"null")
 
 
-# -- sets of workers in requests -------------------------------------------------------------------
+# -- ids and sets of workers -----------------------------------------------------------------------
+
+Id = Annotated[str, Meta(max_length=4096)]  # in a path of up to 64 KiB, up to 12 bytes each
+WorkerIds = Annotated[list[NonNegative], Meta(max_length=65_536)]
 
 # For sets up to _FEW_WORKERS, the check costs as much as a look-up. Sets larger than a worker can
 # have ranks are not cached. The cached sets take 6 MB at most.
 _FEW_WORKERS: Final = 8
 _KEPT_SETS: Final = 16
-_MOST_WORKERS: Final = 65_536
-_MOST_ID_CHARACTERS: Final = 4096  # in a path of up to 64 KiB, up to 12 bytes each
 
 
-def check_id(name: str, value: str, most: int = _MOST_ID_CHARACTERS) -> None:
-    """Raise BadRequest for an id of more than `most` characters (4096: the most in a URL path)."""
-    if len(value) > most:
-        raise BadRequest(f"{name} must not have more than {most} characters, and has {len(value)}")
-
-
-def check_count(name: str, count: int, most: int) -> None:
-    """Raise BadRequest if a field has more than `most` entries."""
-    if count > most:
-        raise BadRequest(f"{name} must not have more than {most} entries, and has {count}")
-
-
-def allowed_workers(ids: list[int], name: str = "allowed_worker_ids") -> frozenset[int]:
-    """Return the worker ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, and
-    BadRequest for too many ids."""
-    check_count(name, len(ids), _MOST_WORKERS)
+def allowed_workers(ids: list[int]) -> frozenset[int]:
+    """Return the worker ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1."""
     if _FEW_WORKERS < len(ids) <= MAX_RANKS:
         return _kept(tuple(ids))
     return _checked(ids)

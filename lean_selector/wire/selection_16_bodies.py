@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 from msgspec import UnsetType
 
+from lean_selector.core.numbers import NonNegative, check_u64
 from lean_selector.core.selection.shapes import (
     Booked,
     Disaggregated,
@@ -19,7 +20,7 @@ from lean_selector.core.selection.shapes import (
     RankLoadRow,
     WorkerLoad,
 )
-from lean_selector.wire.scalars import NonNegative, check_u64
+from lean_selector.wire.scalars import Id
 from lean_selector.wire.selection_bodies import (
     ReservationFields,
     SelectFields,
@@ -35,7 +36,7 @@ class SelectAndReserveRequest16(SelectFields, kw_only=True):
 class ReservationRequest16(ReservationFields, kw_only=True):
     """POST /reservations. Without `worker_id`, reserves what /select chose for `selection_id`."""
 
-    selection_id: str
+    selection_id: Id
     worker_id: NonNegative | None = None
     track_prefill_tokens: bool | None = None
 

@@ -3,18 +3,18 @@
 Unknown fields are ignored. For optional fields, `null` counts as absent. In the spec selection.md,
 section 1.3 describes the bodies, and section 1.4 the forms of a prompt."""
 
-import math
 from typing import TYPE_CHECKING, Annotated, Final, Literal, Self
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.load.shapes import BusyThreshold
-from lean_selector.core.numbers import MAX_RANKS, U32
+from lean_selector.core.numbers import MAX_RANKS, U32, Finite, NonNegative, check_u64
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     BOTH,
     BY_RANK,
+    MOST_FAIRNESS_ID,
     AffinityTarget,
     Disaggregate,
     Disaggregation,
@@ -28,12 +28,9 @@ from lean_selector.wire.scalars import (
     ABSENT,
     DEFAULT_GROUP,
     HashList,
+    Id,
     JsonText,
-    NonNegative,
-    allowed_workers,
-    check_count,
-    check_finite,
-    check_u64,
+    WorkerIds,
     group_of,
 )
 
@@ -231,7 +228,7 @@ class WorkerFields(msgspec.Struct, kw_only=True):
     is_eagle: bool | None = None
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: Enforcement | None = None
-    kv_transfer_preferred_weight: float | None = None
+    kv_transfer_preferred_weight: Finite | None = None
     router_hint_worker_type: str | None = None
     kv_event_source_mode: str | None = None
     worker_role: WorkerRole | None = None
@@ -242,9 +239,6 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 check_u64(name, value)
-        weight = self.kv_transfer_preferred_weight
-        if weight is not None and not math.isfinite(weight):
-            raise ValueError(f"kv_transfer_preferred_weight: expected a number, got {weight}")
 
     def by_rank(self, name: str) -> dict[int, str]:
         """Return a field that maps ranks to texts, with ranks as integers. Raises
@@ -308,34 +302,8 @@ class WorkerPatch(WorkerFields, kw_only=True):
 class RoutingConstraints(msgspec.Struct):
     """The taints that a worker must or should have."""
 
-    required_taints: list[str] = []
-    preferred_taints: dict[str, float] = {}
-
-    def required(self) -> frozenset[str]:
-        """Return the required taints. Raises BadRequest for more taints than a worker can have."""
-        check_count("routing_constraints.required_taints", len(self.required_taints), MAX_RANKS)
-        return frozenset(self.required_taints)
-
-    def weights(self) -> dict[str, float]:
-        """Return the weights of the preferred taints. Raises BadRequest for too many taints, and
-        for a weight that is not finite."""
-        check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
-        for name, weight in self.preferred_taints.items():
-            check_finite(f"routing_constraints.preferred_taints.{name}", weight)
-        return self.preferred_taints
-
-
-class Pinned(msgspec.Struct):
-    """The rank to which a request is pinned."""
-
-    worker_id: NonNegative
-    dp_rank: U32
-
-    def __post_init__(self) -> None:
-        check_u64("worker_id", self.worker_id)
-
-    def pinned(self) -> PinnedWorker:
-        return PinnedWorker(self.worker_id, self.dp_rank)
+    required_taints: Annotated[list[str], Meta(max_length=MAX_RANKS)] = []
+    preferred_taints: Annotated[dict[str, Finite], Meta(max_length=MAX_RANKS)] = {}
 
 
 class SelectionSessionContext(msgspec.Struct):
@@ -348,46 +316,29 @@ class SelectionSessionContext(msgspec.Struct):
     agent_headers: dict[str, list[str]] | None = None
 
 
-class WorkerAffinityTarget(msgspec.Struct):
-    """The worker or rank that a request prefers."""
-
-    worker_id: NonNegative
-    dp_rank: U32 | None = None
-
-    def __post_init__(self) -> None:
-        check_u64("worker_id", self.worker_id)
-
-    def target(self) -> AffinityTarget:
-        return AffinityTarget(self.worker_id, self.dp_rank)
-
-
 class SelectFields(PromptFields, kw_only=True):
     """The fields that the bodies of POST /select and /select_and_reserve share."""
 
-    selection_id: str | None = None
+    selection_id: Id | None = None
     explain: bool | None = None  # whether the answer should contain the figures behind the choice
     router_config_override: RouterOverride | None = None
     expected_output_tokens: U32 | None = None
-    priority_jump: float | None = None
+    priority_jump: Finite | None = None
     strict_priority: U32 | None = None
-    fairness_id: str | None = None
+    fairness_id: Annotated[str, Meta(max_length=MOST_FAIRNESS_ID)] | None = None
     session_id: str | None = None
     session_context: SelectionSessionContext | None = None
-    affinity_target: WorkerAffinityTarget | None = None
-    pinned_worker: Pinned | None = None
-    allowed_worker_ids: list[NonNegative] | None = None
+    affinity_target: AffinityTarget | None = None
+    pinned_worker: PinnedWorker | None = None
+    allowed_worker_ids: WorkerIds | None = None
     routing_constraints: RoutingConstraints | UnsetType = UNSET
     disaggregate: Disaggregate | None = None
-    prefill_allowed_worker_ids: list[NonNegative] | None = None
+    prefill_allowed_worker_ids: WorkerIds | None = None
 
     def session(self) -> str | None:
         """Return the session id. `session_context` takes precedence over `session_id`."""
         context = self.session_context
         return self.session_id if context is None else context.session_id
-
-    def allowed(self) -> frozenset[int] | None:
-        ids = self.allowed_worker_ids
-        return None if ids is None else allowed_workers(ids)
 
 
 class SelectRequest(SelectFields, kw_only=True):
@@ -399,20 +350,7 @@ class SelectRequest(SelectFields, kw_only=True):
 class SelectAndReserveRequest(SelectFields, kw_only=True):
     """The body of POST /select_and_reserve."""
 
-    reservation_id: str | None = None
-
-
-class PrefillLeg(Pinned):
-    """The rank that does the prefill of a request, and how many tokens it has to compute."""
-
-    effective_prefill_tokens: NonNegative = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_u64("prefill.effective_prefill_tokens", self.effective_prefill_tokens)
-
-    def choice(self) -> PrefillChoice:
-        return PrefillChoice(self.worker_id, self.dp_rank, self.effective_prefill_tokens)
+    reservation_id: Id | None = None
 
 
 class ReservationFields(PromptFields, kw_only=True):
@@ -422,7 +360,7 @@ class ReservationFields(PromptFields, kw_only=True):
     router_config_override: RouterOverride | None = None
     expected_output_tokens: U32 | None = None
     effective_prefill_tokens: NonNegative | None = None
-    prefill: PrefillLeg | None = None
+    prefill: PrefillChoice | None = None
 
     def __post_init__(self) -> None:
         if self.effective_prefill_tokens is not None:
@@ -433,8 +371,8 @@ class ReservationRequest(ReservationFields, kw_only=True):
     """POST /reservations. Reserves a rank of the given worker. Without `worker_id`, reserves what
     /select chose for `selection_id`, and `reservation_id` defaults to `selection_id`."""
 
-    reservation_id: str | UnsetType = UNSET
-    selection_id: str | None = None
+    reservation_id: Id | UnsetType = UNSET
+    selection_id: Id | None = None
     worker_id: NonNegative | UnsetType | None = UNSET
 
     def __post_init__(self) -> None:

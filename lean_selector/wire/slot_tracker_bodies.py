@@ -6,8 +6,8 @@ Unknown fields are ignored."""
 import msgspec
 
 from lean_selector.core.load.shapes import WorkerRow
-from lean_selector.core.numbers import U32
-from lean_selector.wire.scalars import NonNegative, check_u64, hashes_from_json
+from lean_selector.core.numbers import U32, NonNegative, check_u64
+from lean_selector.wire.scalars import Id, hashes_from_json
 from lean_selector.wire.selection_bodies import Scoped
 
 
@@ -71,7 +71,7 @@ class PotentialLoadsRequest(ScopedBody, kw_only=True):
 class AddRequest(PotentialLoadsRequest, kw_only=True):
     """The body of POST /add, which adds a request to a rank's load in the slot tracker."""
 
-    request_id: str
+    request_id: Id
     worker_id: NonNegative
     dp_rank: U32
 

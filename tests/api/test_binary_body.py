@@ -103,12 +103,7 @@ def test_numbers_that_json_cannot_say_are_refused_by_name(
 ) -> None:
     (name, value), *_ = more.items()
     status, answer = send(service, "/select_and_reserve", {**PROMPT, **more})
-    if name == "router_config_override":
+    if isinstance(value, dict):
         (name,) = value
-        assert status in (400, 422)
-    else:
-        assert status == 400
-    assert name in answer["error"]
-    if name == "routing_constraints":
-        assert "preferred_taints.a" in answer["error"]
+    assert (status, name in answer["error"]) == (422, True)
     assert service.get("/loads")[1][0]["loads"][0]["active_requests"] == 0

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import re
 import socket
 import weakref
 from typing import Any
@@ -119,7 +118,7 @@ async def test_what_json_cannot_say_is_refused_before_anything_is_changed(
 ) -> None:
     await service.upsert_worker(worker())
     given = worker(SECOND) if method == "upsert_worker" else ask("a")
-    with pytest.raises(ValueError, match=f"^{re.escape(field)}: "):
+    with pytest.raises(ValueError, match=field):
         await getattr(service, method)({**given, field: value})
     assert rows(service) == {FIRST: (0, 0, 0)}
 

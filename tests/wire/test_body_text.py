@@ -231,5 +231,5 @@ def test_ties_of_a_request_are_bounded(fields: dict[str, object], name: str) -> 
     assert answered(gate, request("POST", "/workers", worker))[0] == 201
     body = json.dumps({"token_ids": [1] * 16, **fields}).encode()
     status, answer = answered(gate, request("POST", "/select", body))
-    assert status == 400
+    assert status == 422
     assert name in json.loads(answer)["error"]

@@ -11,6 +11,7 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.shapes import Overlap, Placement, WorkerRecord, WorkerSpec
 from lean_selector.core.settings import API_1_3
+from lean_selector.wire.scalars import allowed_workers
 from lean_selector.wire.selection_bodies import (
     ReservationRequest,
     SelectRequest,
@@ -150,7 +151,7 @@ def test_worker_ids_beyond_u64_are_refused_wherever_they_stand() -> None:
     with pytest.raises(msgspec.ValidationError, match="worker_id"):
         select(f'{{"pinned_worker":{{"worker_id":{2**64},"dp_rank":0}}}}')
     with pytest.raises(msgspec.ValidationError, match="allowed_worker_ids"):
-        select(f'{{"allowed_worker_ids":[1,{2**64}]}}').allowed()
+        allowed_workers([1, 2**64])
 
 
 def test_the_last_of_a_repeated_key_counts() -> None:

@@ -3,11 +3,11 @@
 Names and defaults follow spec selection.md section 7. The command line and the request decoder
 check the ranges of values, so other code does not check them."""
 
-import math
 from typing import Annotated, Literal
 
 import msgspec
 
+from lean_selector.core.numbers import Weight
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.settings import API_1_3, Dialect, EjectionSettings, SessionSettings
 
@@ -21,9 +21,6 @@ DISK_WEIGHT = 0.25
 QueuePolicy = Literal["fcfs", "lcfs", "wspt", "least-work"]
 # What the cost measures: blocks, as in the reference; or the prefill before the first token.
 Policy = Literal["dynamo", "latency"]
-
-
-Weight = Annotated[float, msgspec.Meta(ge=0.0, le=math.nextafter(math.inf, 0.0))]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.index.shapes import Matched
+from lean_selector.core.numbers import U32, NonNegative, check_u64
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
 
@@ -128,15 +129,21 @@ class Source(msgspec.Struct, frozen=True):
 class PinnedWorker(msgspec.Struct, frozen=True):
     """The rank to which a request is pinned."""
 
-    worker_id: int
-    dp_rank: int
+    worker_id: NonNegative
+    dp_rank: U32
+
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
-    """A preferred rank. If `dp_rank` is None, the request prefers any rank of the worker."""
+    """The worker or rank that a request prefers."""
 
-    worker_id: int
-    dp_rank: int | None
+    worker_id: NonNegative
+    dp_rank: U32 | None = None
+
+    def __post_init__(self) -> None:
+        check_u64("worker_id", self.worker_id)
 
 
 MOST_FAIRNESS_ID = 256  # characters
@@ -318,12 +325,14 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     disaggregation: Disaggregated | UnsetType = UNSET  # only if the request asks
 
 
-class PrefillChoice(msgspec.Struct, frozen=True, gc=False):
-    """The rank of a pair that does the prefill, to be booked."""
+class PrefillChoice(PinnedWorker, frozen=True):
+    """The rank of a pair that does the prefill, to be booked, and the tokens it has to compute."""
 
-    worker_id: int
-    dp_rank: int
-    effective_prefill_tokens: int
+    effective_prefill_tokens: NonNegative = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
