@@ -64,8 +64,6 @@ class Counts:
         self.unrouted: Counter[str] = Counter()
         self.full_reports = 0  # requests that asked their engine to announce cached blocks again
         self.connections_made = 0
-        self.pieces = 0  # pieces of answer bodies
-        self.passed_on_bytes = 0
         # Totals of answers whose engine reported cached tokens: predicted tokens.
         self.compared_predicted_tokens = 0
         self.compared_cached_tokens = 0
@@ -107,9 +105,6 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
         "gateway_full_reports_total": (lambda: counts.full_reports,
             "Requests with which an engine was asked to announce blocks that it reuses, since the "
             "index missed some."),
-        "gateway_pieces_total": (lambda: counts.pieces, "Pieces of answers that were relayed."),
-        "gateway_passed_on_bytes_total": (lambda: counts.passed_on_bytes,
-            "Bytes of answer bodies received from workers."),
         "gateway_worker_connections_total": (lambda: counts.connections_made,
             "Connections made to workers."),
         "gateway_open_worker_connections": (of_each(lambda each: len(each.open)),

@@ -365,10 +365,8 @@ class ProxiedRequest:
         return status in _ERRORS and self._may_fail
 
     def on_body(self, data: bytes, is_last: bool) -> None:
-        counts, reader = self._counts, self._reader
-        counts.pieces += 1
+        reader = self._reader
         if self.state is State.RELAYING:
-            counts.passed_on_bytes += len(data)
             text = data if reader is None else reader.feed(data)
             if self._waits_for_token and reader is not None and reader.has_token:
                 self._prefilled()
@@ -536,7 +534,6 @@ class ProxiedRequest:
         counts = self._counts
         counts.answers[head.status] += 1
         counts.first_byte.add(monotonic() - self._began)
-        counts.passed_on_bytes += len(data)
         routed = self.routed
         reader = self._reader
         if reader is not None and routed is not None and routed.streams:
