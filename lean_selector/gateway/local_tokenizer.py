@@ -32,11 +32,6 @@ from lean_selector.wire.body_text import has_costly_numbers
 from lean_selector.wire.scalars import packer
 
 _CONTENT: Final = "content"
-# Names of special tokens in tokenizer_config.json.
-_SPECIAL: Final = (
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
-    "mask_token",
-)
 
 
 class ChatTemplate:
@@ -45,7 +40,9 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         config = _config(folder)
         self._special = {
-            name: token for name in _SPECIAL if (token := _token(config.get(name))) is not None
+            name: token
+            for name, told in config.items()
+            if name.endswith("_token") and (token := _token(told)) is not None
         }
         text = _template(folder, config)
         if text is None:
@@ -151,7 +148,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
+    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
     return environment
 
 
@@ -162,10 +159,6 @@ def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
 
 def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _now(layout: str) -> str:
-    return datetime.datetime.now().strftime(layout)
 
 
 def _looks_into_contents(template: nodes.Template) -> bool:
