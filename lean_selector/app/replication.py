@@ -17,7 +17,7 @@ from lean_selector.api.replies import Answer, SlicedAnswers
 from lean_selector.app.host import StartError
 from lean_selector.app.peer_access import credentials_of
 from lean_selector.app.service_flags import ReplicaFlags, ServiceConfig
-from lean_selector.core.replication.catch_up import CatchUp, Fate, live_reservation
+from lean_selector.core.replication.catch_up import CatchUp, Fate
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
@@ -42,7 +42,7 @@ from lean_selector.wire.replica_shapes import CurveState, PublisherState, SyncSt
 from lean_selector.wire.replica_snapshot import (
     encode_session_list,
     encode_snapshot,
-    snapshot_line,
+    live_lines,
 )
 
 if TYPE_CHECKING:
@@ -234,11 +234,7 @@ class Replication(Part):
         # Read the number first: then the snapshot contains all events up to it, and perhaps later
         # ones.
         sequence = self.sync.sequence
-        lines = (
-            snapshot_line(live_reservation(target, held, self.router_id), time.monotonic())
-            for target in list(self._targets())
-            for held in target.slots.by_touch()
-        )
+        lines = live_lines(self._targets(), self.router_id, time.monotonic())
         return encode_snapshot(self.router_id, sequence, lines)
 
     def families(self) -> Families:

@@ -15,46 +15,35 @@ from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.parts import Part
 from lean_selector.tasks import in_thread, supervise
 from lean_selector.wire.exposition import Families, by, table
-from lean_selector.wire.replica_snapshot import SnapshotLines, encode_snapshot
+from lean_selector.wire.replica_snapshot import encode_snapshot, live_lines
 
 # The slots object distinguishes a partition from a later one of the same name.
 Revision = list[tuple[Slots, int]]
 
 
+@dataclass(frozen=True)
 class LiveReservations:
-    """The live reservations of all partitions, as the text of a state file."""
+    """The live reservations of all partitions, as the text of a state file. `router_id` is this
+    replica's id. `sequence` returns the last published event's number."""
 
-    def __init__(
-        self,
-        targets: Callable[[], Iterable[ReplicaTarget]],
-        router_id: int,
-        sequence: Callable[[], int],
-    ) -> None:
-        """`router_id`: this replica's id. `sequence` returns the last published event's number."""
-        self._targets: Final = targets
-        self._router_id: Final = router_id
-        self._sequence: Final = sequence
-        self._lines: Final = SnapshotLines(router_id)
+    targets: Callable[[], Iterable[ReplicaTarget]]
+    router_id: int
+    sequence: Callable[[], int]
 
     def revision(self) -> Revision:
         """Return a value that changes if and only if a reservation changes."""
-        return [(target.slots, target.slots.revision) for target in self._targets()]
+        return [(target.slots, target.slots.revision) for target in self.targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
         """Yields the text of the state file, which has each reservation's age at time `now`."""
-        self._lines.begin()
-        lines = (
-            self._lines.line(target, held, now)
-            for target in list(self._targets())
-            for held in target.slots.by_touch()
-        )
-        return encode_snapshot(self._router_id, self._sequence(), lines)
+        lines = live_lines(self.targets(), self.router_id, now)
+        return encode_snapshot(self.router_id, self.sequence(), lines)
 
 
 log = logging.getLogger("lean_selector.state")
 
 SLICE_S: Final = 0.001  # per turn of the loop, as for KV events
-STEPS: Final = 32  # reservations between checks of the clock: 50 us
+STEPS: Final = 32  # reservations between checks of the clock: 100 us
 INTERVAL_S: Final = 1.0  # between two writes of live reservations
 RETRY_S: Final = 1.0  # after a failure to write the catalog
 COST_PAUSE: Final = 10  # reservations are being saved for a tenth of the time at most

@@ -91,15 +91,6 @@ class SnapshotLine(msgspec.Struct, gc=False):
             raise msgspec.ValidationError("Expected a u64")
 
 
-class KeptLine(msgspec.Struct, gc=False):
-    """A reservation's cached snapshot line, without the age. Reused until the prefill changes."""
-
-    before: bytes  # the encoded text before the age
-    after: bytes
-    prefill_tokens: int
-    prefill_done: bool
-
-
 class SessionListHead(msgspec.Struct):
     version: Literal[1]
     sessions: list[msgspec.Raw]

@@ -10,13 +10,12 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from lean_selector.core.hashing import unpack_signed
-from lean_selector.core.load.shapes import Reservation, ReservationSpec
+from lean_selector.core.load.shapes import ReservationSpec
 from lean_selector.core.replication.catch_up import live_reservation
 from lean_selector.core.replication.ledger import ReplicaTarget
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.core.sessions.shapes import LiveSession
 from lean_selector.wire.replica_shapes import (
-    KeptLine,
     SessionListHead,
     SnapshotHead,
     SnapshotLine,
@@ -39,8 +38,7 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 
 def encode_snapshot(router_id: int, sequence: int, lines: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the text of GET /replica_sync/snapshot in parts. `lines`: the live reservations, by
-    `snapshot_line` or `SnapshotLines`. They reflect at least this replica's first `sequence`
-    events."""
+    `live_lines`. They reflect at least this replica's first `sequence` events."""
     head = b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
     return _listed(head, lines)
 
@@ -55,12 +53,16 @@ def _listed(head: bytes, items: Iterable[bytes]) -> Iterator[bytes]:
     yield b"\n]}"
 
 
+def live_lines(targets: Iterable[ReplicaTarget], router_id: int, now: float) -> Iterator[bytes]:
+    """Yield the lines of all live reservations at `now`, for `encode_snapshot`. `router_id` is the
+    id of this replica."""
+    for target in list(targets):
+        for held in target.slots.by_touch():
+            yield snapshot_line(live_reservation(target, held, router_id), now)
+
+
 def snapshot_line(live: LiveReservation, now: float) -> bytes:
     """Return the line for a live reservation at `now`, in monotonic seconds."""
-    return _line(live, max(0.0, round(now - live.touched_at, 3)))
-
-
-def _line(live: LiveReservation, age_s: float) -> bytes:
     spec = live.spec
     return _encode(
         SnapshotLine(
@@ -71,7 +73,7 @@ def _line(live: LiveReservation, age_s: float) -> bytes:
             spec.worker_id,
             spec.dp_rank,
             live.router_id,
-            age_s,
+            max(0.0, round(now - live.touched_at, 3)),
             spec.prefill_tokens or 0,
             live.prefill_done,
             spec.prefill_duration_s,
@@ -80,39 +82,6 @@ def _line(live: LiveReservation, age_s: float) -> bytes:
             msgspec.Raw(_encode(unpack_signed(live.sequence_hashes))),
         )
     )
-
-
-_NO_AGE = b'"age_s":0.0'  # cannot be part of a string, where quotes are escaped
-
-
-class SnapshotLines:
-    """Caches each reservation's text for the next snapshot, because most text stays the same.
-
-    Call `begin` for each snapshot, then `line` for each reservation. `begin` drops the
-    reservations for which `line` was not called since the previous `begin`. The cache takes some
-    400 bytes per reservation, and 20 per block."""
-
-    def __init__(self, router_id: int) -> None:
-        self._router_id = router_id
-        self._last: dict[Reservation, KeptLine] = {}
-        self._kept: dict[Reservation, KeptLine] = {}
-
-    def begin(self) -> None:
-        self._last, self._kept = self._kept, {}
-
-    def line(self, target: ReplicaTarget, held: Reservation, now: float) -> bytes:
-        """Return the line for one live reservation, as `snapshot_line` writes it."""
-        kept = self._last.get(held)
-        if (
-            kept is None
-            or kept.prefill_done != held.prefill_done
-            or kept.prefill_tokens != held.prefill_tokens
-        ):
-            line = _line(live_reservation(target, held, self._router_id), 0.0)
-            before, _, after = line.partition(_NO_AGE)
-            kept = KeptLine(before, after, held.prefill_tokens, held.prefill_done)
-        self._kept[held] = kept
-        return b'%b"age_s":%.3f%b' % (kept.before, max(0.0, now - held.touched_at), kept.after)
 
 
 class SnapshotParts(NamedTuple):

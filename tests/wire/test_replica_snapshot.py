@@ -7,13 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.shapes import ReservationSpec
-from lean_selector.core.load.slots import Slots
-from lean_selector.core.replication.catch_up import live_reservation
 from lean_selector.core.replication.shapes import LiveReservation
 from lean_selector.wire.replica_snapshot import (
     BadSnapshot,
-    SnapshotLines,
     decode_line,
     encode_snapshot,
     snapshot_line,
@@ -110,39 +106,3 @@ def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None
         decode_line(json.dumps({**line, **change}).encode(), CLOCK)
     with pytest.raises(BadSnapshot):
         decode_line(b"[" * 100_000, CLOCK)
-
-
-class Target:
-    """A partition, as far as a snapshot tells of it."""
-
-    model_name, tenant_id, block_size = 'm"age_s":0.0', "t", 16
-
-    def __init__(self) -> None:
-        self.slots = Slots()
-        self.slots.add_rank(1, 0)
-
-
-def test_lines_of_snapshots_that_follow_each_other_are_as_if_each_were_the_first() -> None:
-    target, lines = Target(), SnapshotLines(7)
-    slots = target.slots
-
-    def told(now: float) -> list[LiveReservation]:
-        lines.begin()
-        return [decode_line(lines.line(target, held, now), CLOCK) for held in slots.by_touch()]
-
-    def fresh(now: float) -> list[LiveReservation]:
-        live = [live_reservation(target, held, 7) for held in slots.by_touch()]
-        return [decode_line(snapshot_line(each, now), CLOCK) for each in live]
-
-    slots.book(ReservationSpec('"age_s":0.0', 1, 0, '"age_s":0.0', prefill_tokens=9), b"x" * 8, 1.0)
-    slots.book(ReservationSpec("b", 1, 0, prefill_tokens=9), b"y" * 16, 2.0, 99)
-    assert told(3.0) == fresh(3.0)
-    slots.prefill_complete("b", 4.0)
-    assert told(5.25) == fresh(5.25)
-    slots.free('"age_s":0.0', 6.0)
-    slots.book(ReservationSpec("c", 1, 0), b"", 7.0)
-    assert told(7.0) == fresh(7.0)
-    slots.free("c", 8.0)
-    slots.book(ReservationSpec("c", 1, 0, prefill_tokens=3), b"z" * 8, 8.0)
-    assert told(9.0) == fresh(9.0)
-    assert [each.spec.request_id for each in told(9.0)] == ["c", "b"]
