@@ -369,12 +369,7 @@ class ExtProcStream:
                 log.warning(_HELD)
             self._leave()
         else:
-            is_done = False
-            if reader is not None and phase is Phase.ANSWERING:
-                reader.rest()
-                is_done = reader.is_done  # OpenAI's client leaves then
-                if is_done:
-                    reader.end()
+            is_done = phase is Phase.ANSWERING and reader is not None and reader.was_whole()
             self._picker.counts["broken"] += not (is_done or phase is Phase.SENT)
             self._end(OK if is_done else None)
 

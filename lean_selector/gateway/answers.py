@@ -395,6 +395,14 @@ class AnswerReader:
             on_ids(self._prompt, b",".join(self._output))
         return rest
 
+    def was_whole(self) -> bool:
+        """Return whether a stream was complete when its client disconnected, as OpenAI's client
+        always does at its end; if so, ends it."""
+        self.rest()
+        if self.is_done:
+            self.end()
+        return self.is_done
+
     def _without_ids(self, data: bytes) -> bytes:
         """Return `data` with `null` in place of each list of ids. The end of `data` may be
         buffered until the next piece. After a list that is too long, no ids are read."""

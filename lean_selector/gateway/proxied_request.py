@@ -593,14 +593,9 @@ class ProxiedRequest:
     # -- the end -----------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """Handles a disconnect of the client. After a complete stream, a disconnect is no failure:
-        OpenAI's client always disconnects then."""
-        reader, is_whole = self._reader, False
-        if self.state is State.RELAYING and reader is not None:
-            reader.rest()
-            is_whole = reader.is_done
-            if is_whole:
-                reader.end()
+        """Handles a disconnect of the client, which is no failure after a complete stream."""
+        reader = self._reader
+        is_whole = self.state is State.RELAYING and reader is not None and reader.was_whole()
         self._counts.hung_up += not is_whole
         self._stop()
         self._finish(OK if is_whole else None)
