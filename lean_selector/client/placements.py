@@ -135,10 +135,6 @@ class TokenStream(Placed, AsyncClosing):
                 self.went("ok", cached_tokens=completion.cached_tokens)
         self._reservation.output_tokens = completion.output_tokens
 
-    def taken(self) -> Chunk | None:
-        """Return the next chunk that was received but not read, or None."""
-        return self._ready.popleft() if self._ready else None
-
     async def aclose(self) -> None:
         """Stops the generation, and frees the reservation."""
         self._ready.clear()

@@ -115,9 +115,6 @@ class SyncTokenStream(Placed, Closing):
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._stream.taken()
-        if chunk is not None:
-            return chunk
         try:
             return self._thread.run(self._stream.__anext__())
         except (StopAsyncIteration, ClientClosed):

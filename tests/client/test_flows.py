@@ -62,12 +62,7 @@ class Release:
     is_awaited: bool = False
 
 
-@dataclass(frozen=True)
-class HandOver:
-    reservation: Reservation
-
-
-Step = Ask | Pause | Release | HandOver | OpenStream
+Step = Ask | Pause | Release | OpenStream
 Work = Coroutine[Any, Any, Any]
 
 
@@ -95,9 +90,6 @@ class Told(Driver):
 
     def release(self, reservation: Reservation) -> None:
         self.steps.append(Release(reservation))
-
-    def hand_over(self, reservation: Reservation) -> None:
-        self.steps.append(HandOver(reservation))
 
     def release_from_anywhere(self, reservation: Reservation) -> None: ...
 
@@ -377,16 +369,8 @@ def test_a_prompt_that_cannot_be_is_refused_before_it_is_sent() -> None:
         begin(router().generate(TOKENS, "m", dp_rank=1))
 
 
-def test_best_worker_books_only_with_a_request_id() -> None:
+def test_overlap_is_that_of_the_chosen_rank() -> None:
     assert result(router().best_worker(TOKENS), selected(7, ranks=2)) == (7, 1, 2)
-    (asked,) = play(router().best_worker(TOKENS), selected())
-    assert isinstance(asked, Ask)
-    assert (asked.call.path, asked.books) == ("/select", None)
-    booked, handed_over = play(router().best_worker(TOKENS, request_id="a"), selected())
-    assert isinstance(booked, Ask)
-    assert isinstance(handed_over, HandOver)
-    assert booked.books is handed_over.reservation
-    assert handed_over.reservation.id == "a"
 
 
 def test_a_busy_service_is_asked_again_after_what_it_says() -> None:
