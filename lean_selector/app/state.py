@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
@@ -133,7 +133,6 @@ class SelectorCatalog:
     peers: PeersByHttp
     roster: "Roster | None" = None
     discoveries: Collection[str] = ()
-    encoded: dict[int, tuple[WorkerSpec, msgspec.Raw]] = field(default_factory=dict)
     service: ClassVar[Literal["selector"]] = "selector"
 
     @property
@@ -142,15 +141,8 @@ class SelectorCatalog:
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """Return the current text of the file `catalog`. Encodes only changed workers again, since
-        a thousand take 10 ms."""
-        selector, before, self.encoded = self.selector, self.encoded, {}
-        for worker_id, worker in selector.catalog.workers.items():
-            known = before.get(worker_id)
-            if known is None or known[0] is not worker.spec:
-                known = worker.spec, msgspec.Raw(_encode(worker.spec))
-            self.encoded[worker_id] = known
-        added, removed = self.peers.changes()
+        """Return the current text of the file `catalog`. A thousand workers take half a ms."""
+        selector, (added, removed) = self.selector, self.peers.changes()
         return _encode(
             CatalogFile(
                 version=1,
@@ -166,7 +158,10 @@ class SelectorCatalog:
                 found=[] if self.roster is None else self.roster.kept(),
                 peers_added=added,
                 peers_removed=removed,
-                workers=[text for _, text in self.encoded.values()],
+                workers=[
+                    msgspec.Raw(_encode(worker.spec))
+                    for worker in selector.catalog.workers.values()
+                ],
             )
         )
 
