@@ -49,53 +49,9 @@ class AnswerHead(NamedTuple):
 _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
 
 
-class _Judged(NamedTuple):
-    """The parts of an answer's head that do not depend on the request. Cached, because a server's
-    answers often have equal heads."""
-
-    status: int
-    start: bytes
-    lines: bytes
-    is_chunked: bool
-    length: int  # content length; -1: not given
-    fault: str  # why the end of the body is unknown
-    keeps: bool
-
-
-_judged: Final[dict[bytes, _Judged]] = {}  # by the bytes of the head
-_MOST_JUDGED: Final = 256
-_MOST_JUDGED_BYTES: Final = 2048
-
-
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
     """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`. Return None for an interim answer (1xx).
     `answers_head`: the request's method was HEAD, so no body follows. Raises MalformedAnswer."""
-    known = _judged.get(text)
-    if known is None:
-        known = _judge(text)
-        if known.status < 200:
-            return None
-        if len(text) <= _MOST_JUDGED_BYTES:
-            if len(_judged) >= _MOST_JUDGED:
-                _judged.clear()
-            _judged[text] = known
-    body: UnboundedBody
-    status, keeps, is_chunked = known.status, known.keeps, False
-    if answers_head or status in _WITHOUT_BODY:
-        body = SizedBody(0)
-    elif known.fault:
-        raise MalformedAnswer(known.fault)
-    elif known.is_chunked:
-        body, is_chunked = ChunkedBody(), True
-    elif known.length >= 0:
-        body = SizedBody(known.length)
-    else:
-        body, keeps = UnboundedBody(), False
-    return AnswerHead(status, known.start, known.lines, body, is_chunked, keeps)
-
-
-def _judge(text: bytes) -> _Judged:
-    """Parse the head of an answer, without the cache. Raises MalformedAnswer."""
     if _STATUS_LINE.match(text) is None:
         raise MalformedAnswer("the answer is not HTTP: it has no status line of HTTP/1.1")
     fields: dict[bytes, bytes] = {}
@@ -115,25 +71,32 @@ def _judge(text: bytes) -> _Judged:
     status = parser.get_status_code()
     if status == 101:
         raise MalformedAnswer("the other side changed the protocol")
+    if status < 200:
+        return None
     options = fields.get(b"connection", b"").lower()
     is_http11 = parser.get_http_version() == "1.1"
-    keeps = b"close" not in options and (is_http11 or b"keep-alive" in options)
-    coding, length_text = fields.get(b"transfer-encoding"), fields.get(b"content-length")
-    length, fault = -1, ""
+    keeps, is_chunked = b"close" not in options and (is_http11 or b"keep-alive" in options), False
+    coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
     if coding is not None:
         keeps &= is_http11  # chunks are not of HTTP/1.0 (RFC 9112 section 6.1)
+    body: UnboundedBody
+    if answers_head or status in _WITHOUT_BODY:
+        body = SizedBody(0)
+    elif coding is not None:
         if coding.strip().lower() != b"chunked":
-            fault = "the answer has a transfer coding that is not chunked"
-    elif length_text is not None:
-        if length_text.strip().isdigit():
-            length = int(length_text)
-        else:
-            fault = "the answer has more than one length"
+            raise MalformedAnswer("the answer has a transfer coding that is not chunked")
+        body, is_chunked = ChunkedBody(), True
+    elif length is not None:
+        if not length.strip().isdigit():
+            raise MalformedAnswer("the answer has more than one length")
+        body = SizedBody(int(length))
+    else:
+        body, keeps = UnboundedBody(), False
     first, _, rest = text.partition(b"\r\n")
     # A proxy sends its own version (RFC 9110 section 2.5): what it adds is of HTTP/1.1.
     start = b"HTTP/1.1" + first[8:] + (b" " if len(first) == 12 else b"")
     lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
-    return _Judged(status, start, lines, coding is not None, length, fault, keeps)
+    return AnswerHead(status, start, lines, body, is_chunked, keeps)
 
 
 # -- connections -----------------------------------------------------------------------------------
