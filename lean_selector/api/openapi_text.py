@@ -2,7 +2,7 @@
 answers, whose docstrings say what they are for.
 
 `openapi_texts.json` has the rest: the frame of the document, the parameters of paths and queries,
-an example of each body, rules that no struct can express, patterns in JSON Schema's syntax, and
+an example of each body, rules that no struct can express, and
 what each field means. `Struct.field` is for a struct and its subclasses, if the field means
 something else there than elsewhere."""
 
@@ -57,10 +57,7 @@ def openapi_parts(title: str, routes: Sequence[Route], asks_tokens: bool) -> Ite
             operation["security"] = [{"token": [operation["x-role"]]}]
         path = document["paths"].setdefault(route.path.replace("*}", "}"), {})
         path[route.method.lower()] = operation
-    text = msgspec.json.encode(document)
-    for pattern, shown in texts["patterns"].items():
-        text = text.replace(msgspec.json.encode(pattern), msgspec.json.encode(shown))
-    yield text
+    yield msgspec.json.encode(document)
 
 
 # -- routes ----------------------------------------------------------------------------------------

@@ -124,16 +124,16 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
     sources = list(_vllm_sources(body))
     if not sources:
         return
-    events: dict[str, str] = {}
-    replays: dict[str, str] = {}
+    events: dict[int, str] = {}
+    replays: dict[int, str] = {}
     for source in sources:
-        rank = str(source.data_parallel_rank or 0)
+        rank = source.data_parallel_rank or 0
         events[rank] = reachable(source.endpoint, host)
         if source.replay_endpoint:
             replays[rank] = reachable(source.replay_endpoint, host)
     into.kv_events_endpoints = events
     into.replay_endpoints = replays or None
-    _cover(into, {int(rank) for rank in events})
+    _cover(into, set(events))
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
@@ -180,7 +180,7 @@ def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
         into.data_parallel_size = told.dp_size
     if told.publishers:
         into.kv_events_endpoints = {
-            str(each.dp_rank): reachable(each.endpoint, host) for each in told.publishers
+            each.dp_rank: reachable(each.endpoint, host) for each in told.publishers
         }
     elif told.endpoint_port_base is not None:
         into.kv_events_endpoints = _from_base(told, told.endpoint_port_base, host, into)
@@ -188,7 +188,7 @@ def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
             into.replay_endpoints = _from_base(told, told.replay_endpoint_port_base, host, into)
 
 
-def _from_base(told: KvEvents, port: int, host: str, into: Particulars) -> dict[str, str]:
+def _from_base(told: KvEvents, port: int, host: str, into: Particulars) -> dict[int, str]:
     bound = told.endpoint_host
     if ":" in bound and not bound.startswith("["):
         bound = f"[{bound}]"
@@ -206,8 +206,8 @@ def _read_events_config(text: str, host: str, into: Particulars) -> None:
             into.replay_endpoints = _each_rank(reachable(told.replay_endpoint, host), size)
 
 
-def _each_rank(endpoint: str, size: int) -> dict[str, str]:
-    return {str(rank): replay_endpoint_for(endpoint, rank) for rank in range(min(size, 4096))}
+def _each_rank(endpoint: str, size: int) -> dict[int, str]:
+    return {rank: replay_endpoint_for(endpoint, rank) for rank in range(min(size, 4096))}
 
 
 # -- both ------------------------------------------------------------------------------------------

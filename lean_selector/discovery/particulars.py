@@ -12,7 +12,7 @@ from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, WorkerRol
 from lean_selector.http.urls import base_without_version, endpoint_url
 from lean_selector.wire.selection_bodies import (
     DROPPED_FIELDS,
-    RankText,
+    ByRank,
     WorkerFields,
     WorkerRequest,
 )
@@ -110,8 +110,8 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     model_name: str | None = None
     tenant_id: str | None = None
     routing_group: str | None = None
-    kv_events_endpoints: dict[RankText, str] | None = None
-    replay_endpoints: dict[RankText, str] | None = None
+    kv_events_endpoints: ByRank | None = None
+    replay_endpoints: ByRank | None = None
     taints: list[str] | None = None
     topology_domains: dict[str, str] | None = None
     events_port: int | None = None
@@ -262,7 +262,7 @@ def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
     return {"model_name", "block_size"} <= told.keys() and (has_events or not use_kv_events)
 
 
-def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
+def _by_rank(endpoint: str, port: object, ranks: range) -> dict[int, str]:
     """Return rank -> TCP endpoint on the host of `endpoint`. Ports count up from `port`."""
     assert isinstance(port, int)
     try:
@@ -273,7 +273,7 @@ def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
         ) from None
     host = f"[{url.host}]" if ":" in url.host else url.host
     return {
-        str(rank): f"tcp://{host}:{port + offset}"
+        rank: f"tcp://{host}:{port + offset}"
         for offset, rank in enumerate(ranks)
         if port + offset <= 0xFFFF
     }

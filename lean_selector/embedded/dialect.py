@@ -84,11 +84,6 @@ def _as_json(field: object, value: object) -> object:
         value = value.tolist()
     if isinstance(value, list | tuple) and value and type(value[0]) is int:
         return value  # many tokens or hashes, whose reader checks them
-    if field in BY_RANK and isinstance(value, Mapping):
-        for dp_rank in value:
-            if not isinstance(dp_rank, int) or isinstance(dp_rank, bool) or dp_rank < 0:
-                raise ValueError(f"keys are ranks, as int, not {dp_rank!r}")
-        value = {str(dp_rank): each for dp_rank, each in value.items()}
     return msgspec.msgpack.decode(_encode(value))
 
 

@@ -282,7 +282,7 @@ def judge_ports(
             ("kv_events_endpoint", told.kv_events_endpoints, source.endpoint),
             ("replay_endpoint", told.replay_endpoints, source.replay_endpoint),
         ):
-            own = (reported or {}).get(str(source.dp_rank))
+            own = (reported or {}).get(source.dp_rank)
             if own is not None and registered is not None and own != registered:
                 yield from _judge_port(source, sources, field, own, registered)
 

@@ -13,7 +13,6 @@ from lean_selector.core.numbers import MAX_RANKS, U32, Finite, NonNegative, chec
 from lean_selector.core.selection.router_settings import RouterOverride
 from lean_selector.core.selection.shapes import (
     BOTH,
-    BY_RANK,
     MOST_FAIRNESS_ID,
     AffinityTarget,
     Disaggregate,
@@ -202,8 +201,15 @@ class EjectedWorker(msgspec.Struct, frozen=True):
 # Ranges that /openapi.json shows. The core checks them, with the words of the reference.
 NotNegative = Annotated[float, Meta(extra_json_schema={"minimum": 0})]
 UpToOne = Annotated[float, Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
-# A key of a map by rank: decimal digits without sign and leading zeros.
-RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
+# msgspec describes no keys of a map by rank.
+_RANK_KEYS: Final = (
+    "^(0|[1-9][0-9]{0,8}|[1-3][0-9]{9}|4[01][0-9]{8}|42[0-8][0-9]{7}|429[0-3][0-9]{6}"
+    "|4294[0-8][0-9]{5}|42949[0-5][0-9]{4}|429496[0-6][0-9]{3}|4294967[01][0-9]{2}"
+    "|42949672[0-8][0-9]|429496729[0-5])$"
+)
+ByRank = Annotated[
+    dict[U32, str], Meta(extra_json_schema={"propertyNames": {"pattern": _RANK_KEYS}})
+]
 Enforcement = Literal["required", "preferred"]
 
 
@@ -240,14 +246,6 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             if value is not None:
                 check_u64(name, value)
 
-    def by_rank(self, name: str) -> dict[int, str]:
-        """Return a field that maps ranks to texts, with ranks as integers. Raises
-        msgspec.ValidationError if a rank is above 2**32 - 1."""
-        ranked = {int(dp_rank): value for dp_rank, value in getattr(self, name).items()}
-        if ranked and max(ranked) > 2**32 - 1:
-            raise msgspec.ValidationError(f"Expected `int` <= {2**32 - 1} - at key in `$.{name}`")
-        return ranked
-
 
 class WorkerRequest(WorkerFields, kw_only=True):
     """The body of POST /workers. Hints, and so the fields for them, are only in `--api 1.6`."""
@@ -256,9 +254,9 @@ class WorkerRequest(WorkerFields, kw_only=True):
     model_name: str = DEFAULT_GROUP
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
-    kv_events_endpoints: dict[RankText, str] = {}
-    replay_endpoints: dict[RankText, str] = {}
-    router_hint_source_control_endpoints: dict[RankText, str] = {}
+    kv_events_endpoints: ByRank = {}
+    replay_endpoints: ByRank = {}
+    router_hint_source_control_endpoints: ByRank = {}
     taints: list[str] = []
     topology_domains: dict[str, str] = {}
 
@@ -268,7 +266,6 @@ class WorkerRequest(WorkerFields, kw_only=True):
 
     def spec(self) -> WorkerSpec:
         fields = msgspec.structs.asdict(self)
-        fields |= {name: self.by_rank(name) for name in BY_RANK}
         fields["tenant_id"] = group_of(self.tenant_id, fields.pop("routing_group"))
         fields["taints"] = frozenset(self.taints)
         fields["worker_role"] = self.worker_role or BOTH
@@ -280,9 +277,9 @@ class WorkerPatch(WorkerFields, kw_only=True):
     not null."""
 
     lifecycle: str | None = None
-    kv_events_endpoints: dict[RankText, str] | None = None
-    replay_endpoints: dict[RankText, str] | None = None
-    router_hint_source_control_endpoints: dict[RankText, str] | None = None
+    kv_events_endpoints: ByRank | None = None
+    replay_endpoints: ByRank | None = None
+    router_hint_source_control_endpoints: ByRank | None = None
     taints: list[str] | None = None
     topology_domains: dict[str, str] | None = None
 
@@ -292,8 +289,6 @@ class WorkerPatch(WorkerFields, kw_only=True):
             for name in self.__struct_fields__
             if (value := getattr(self, name)) is not None
         }
-        for name in changes.keys() & BY_RANK:
-            changes[name] = self.by_rank(name)
         if self.taints is not None:
             changes["taints"] = frozenset(self.taints)
         return changes

@@ -90,8 +90,8 @@ ROWS = [
 def test_vllm_tells_where_each_rank_tells_its_events() -> None:
     into = Particulars()
     read_vllm_sources(encoded(ROWS), HOST, into)
-    assert into.kv_events_endpoints == {"1": "tcp://10.0.0.7:5558", "0": "tcp://10.0.0.9:41001"}
-    assert into.replay_endpoints == {"0": "tcp://10.0.0.7:5600"}
+    assert into.kv_events_endpoints == {1: "tcp://10.0.0.7:5558", 0: "tcp://10.0.0.9:41001"}
+    assert into.replay_endpoints == {0: "tcp://10.0.0.7:5600"}
     assert (into.data_parallel_start_rank, into.data_parallel_size) == (0, 2)
 
 
@@ -112,8 +112,8 @@ def test_vllm_0_32_tells_each_rank_s_configuration_by_its_number() -> None:
         "2": {"publisher": "null", "endpoint": "tcp://*:5559"},
     }
     read_vllm_sources(encoded(body), HOST, into)
-    assert into.kv_events_endpoints == {"0": "tcp://10.0.0.7:5557", "1": "tcp://10.0.0.7:5558"}
-    assert into.replay_endpoints == {"0": "tcp://10.0.0.7:5600"}
+    assert into.kv_events_endpoints == {0: "tcp://10.0.0.7:5557", 1: "tcp://10.0.0.7:5558"}
+    assert into.replay_endpoints == {0: "tcp://10.0.0.7:5600"}
 
 
 def test_a_rank_that_is_served_alone_keeps_its_number_and_none_tells_of_none() -> None:
@@ -162,22 +162,22 @@ def test_sglang_tells_what_it_is_in_one_answer() -> None:
         total_kv_blocks=8,
         max_num_batched_tokens=16384,
         data_parallel_size=2,
-        kv_events_endpoints={"0": "tcp://10.0.0.7:5557", "1": "tcp://10.0.0.7:5558"},
-        replay_endpoints={"0": "tcp://10.0.0.7:5757", "1": "tcp://10.0.0.7:5758"},
+        kv_events_endpoints={0: "tcp://10.0.0.7:5557", 1: "tcp://10.0.0.7:5558"},
+        replay_endpoints={0: "tcp://10.0.0.7:5757", 1: "tcp://10.0.0.7:5758"},
     )
 
 
 def test_sglang_on_several_hosts_names_each_rank() -> None:
     rows = [{"dp_rank": 0, "endpoint": "tcp://10.0.0.1:1"}, {"dp_rank": 1, "endpoint": "tcp://*:2"}]
     told = read_info(kv_events={"endpoint_host": "*", "endpoint_port_base": 1, "publishers": rows})
-    assert told.kv_events_endpoints == {"0": "tcp://10.0.0.1:1", "1": "tcp://10.0.0.7:2"}
+    assert told.kv_events_endpoints == {0: "tcp://10.0.0.1:1", 1: "tcp://10.0.0.7:2"}
 
 
 def test_an_older_sglang_tells_its_flag() -> None:
     config = '{"publisher":"zmq","endpoint":"tcp://0.0.0.0:7000","replay_endpoint":"tcp://*:7100"}'
     told = read_info(kv_events_config=config)
-    assert told.kv_events_endpoints == {"0": "tcp://10.0.0.7:7000", "1": "tcp://10.0.0.7:7001"}
-    assert told.replay_endpoints == {"0": "tcp://10.0.0.7:7100", "1": "tcp://10.0.0.7:7101"}
+    assert told.kv_events_endpoints == {0: "tcp://10.0.0.7:7000", 1: "tcp://10.0.0.7:7001"}
+    assert told.replay_endpoints == {0: "tcp://10.0.0.7:7100", 1: "tcp://10.0.0.7:7101"}
 
 
 def test_sglang_that_publishes_nothing_tells_of_no_events() -> None:
@@ -225,7 +225,7 @@ async def test_an_engine_is_asked_as_its_kind_is(
 ) -> None:
     with FakeEngine(kind=kind, tells_sources=tells_sources) as engine:
         told = await ask_engine(client(), engine.url)
-        events = {"0": f"tcp://127.0.0.1:{engine.events_port}"} if tells_sources else None
+        events = {0: f"tcp://127.0.0.1:{engine.events_port}"} if tells_sources else None
         assert (told.model_name, told.block_size, told.total_kv_blocks) == ("m", 16, 1000)
         assert told.kv_events_endpoints == events
         assert sorted(engine.asked) == sorted(asked)

@@ -28,7 +28,7 @@ def test_a_file_has_registrations() -> None:
         worker_id=2**64 - 1,
         model_name="llama",
         block_size=16,
-        kv_events_endpoints={"0": "tcp://worker-1:5557", "1": "tcp://worker-1:5558"},
+        kv_events_endpoints={0: "tcp://worker-1:5557", 1: "tcp://worker-1:5558"},
         data_parallel_size=2,
         taints=["spot"],
     )

@@ -15,7 +15,7 @@ from tests.support.driven_selector import DrivenSelector
 
 A, B = "http://a:8000", "http://b:8000"
 GRACE_S = 10.0
-ENGINE = Particulars(model_name="m", block_size=4, kv_events_endpoints={"0": "tcp://a:5557"})
+ENGINE = Particulars(model_name="m", block_size=4, kv_events_endpoints={0: "tcp://a:5557"})
 
 
 class Driven:
@@ -124,7 +124,7 @@ def test_without_events_model_and_block_size_are_everything() -> None:
 def test_an_entry_goes_before_the_engine_and_that_before_the_defaults() -> None:
     driven = Driven(Particulars(tenant_id="t", block_size=1, events_port=1, taints=["x"]))
     driven.find(Particulars(endpoint=A, model_name="mine", replay_endpoint="tcp://r:1"))
-    driven.hear(A, Particulars(model_name="its", block_size=4, replay_endpoints={"0": "tcp://s:1"}))
+    driven.hear(A, Particulars(model_name="its", block_size=4, replay_endpoints={0: "tcp://s:1"}))
     spec = driven.catalog.workers[worker_id_of(A)].spec
     assert (spec.model_name, spec.tenant_id, spec.block_size) == ("mine", "t", 4)
     assert spec.taints == {"x"}

@@ -389,13 +389,13 @@ def test_what_is_wrong_stands_first_with_what_mends_it_below() -> None:
 @pytest.mark.parametrize(
     ("told", "levels"),
     [
-        ({"kv_events_endpoints": {"1": "tcp://gpu:5557"}}, []),
-        ({"kv_events_endpoints": {"1": "tcp://10.0.0.1:5557"}}, []),  # the host by another name
-        ({"kv_events_endpoints": {"0": "tcp://gpu:9"}}, []),  # of another rank
-        ({"kv_events_endpoints": {"1": "tcp://gpu:9"}}, [NOTE]),
-        ({"replay_endpoints": {"1": "tcp://gpu:9"}}, [NOTE]),
-        ({"kv_events_endpoints": {"1": "tcp://gpu:6557"}}, [ERROR]),
-        ({"replay_endpoints": {"1": "tcp://gpu:6558"}}, [ERROR]),
+        ({"kv_events_endpoints": {1: "tcp://gpu:5557"}}, []),
+        ({"kv_events_endpoints": {1: "tcp://10.0.0.1:5557"}}, []),  # the host by another name
+        ({"kv_events_endpoints": {0: "tcp://gpu:9"}}, []),  # of another rank
+        ({"kv_events_endpoints": {1: "tcp://gpu:9"}}, [NOTE]),
+        ({"replay_endpoints": {1: "tcp://gpu:9"}}, [NOTE]),
+        ({"kv_events_endpoints": {1: "tcp://gpu:6557"}}, [ERROR]),
+        ({"replay_endpoints": {1: "tcp://gpu:6558"}}, [ERROR]),
         ({}, []),
     ],
 )
