@@ -71,7 +71,6 @@ _RESOURCE_EXHAUSTED: Final = 8
 _UNIMPLEMENTED: Final = 12
 _UNAUTHENTICATED: Final = 16
 _HEAD: Final = [(b":status", b"200"), (b"content-type", b"application/grpc")]
-_OK: Final = [(b"grpc-status", b"0")]
 
 NewStream = Callable[[Channel, bytes | None], ExtProcStream]
 
@@ -96,16 +95,12 @@ class _Stream:
                 self._connection.hold(_MESSAGE_HEAD + len(message))
             self.go_on()
 
-    def finish(self) -> None:
-        self._finish(_OK)
-
-    def fail(self, status: int, text: str) -> None:
-        told = text.encode("ascii", "replace").replace(b"%", b"%25")
-        self._finish([(b"grpc-status", b"%d" % status), (b"grpc-message", told)])
-
-    def _finish(self, trailers: list[tuple[bytes, bytes]]) -> None:
+    def finish(self, status: int = 0, text: str = "") -> None:
         if self._trailers is None:
-            self._trailers = trailers
+            self._trailers = [(b"grpc-status", b"%d" % status)]
+            if text:
+                told = text.encode("ascii", "replace").replace(b"%", b"%25")
+                self._trailers.append((b"grpc-message", told))
             if self.handler is not None:
                 self.handler.closed()
             self.go_on()
@@ -146,9 +141,9 @@ class _Stream:
             size = int.from_bytes(pending[1:_MESSAGE_HEAD], "big")
             end = _MESSAGE_HEAD + size
             if pending[0]:
-                self.fail(_UNIMPLEMENTED, "compressed messages are not supported")
+                self.finish(_UNIMPLEMENTED, "compressed messages are not supported")
             elif size > MAX_MESSAGE_BYTES:
-                self.fail(_RESOURCE_EXHAUSTED, f"a message has {size} bytes")
+                self.finish(_RESOURCE_EXHAUSTED, f"a message has {size} bytes")
             elif len(pending) < end:
                 break
             else:
@@ -169,10 +164,10 @@ class _Stream:
         try:
             service = messages.health_service(data)
         except messages.Malformed as error:
-            self.fail(INVALID_ARGUMENT, str(error))
+            self.finish(INVALID_ARGUMENT, str(error))
             return
         if service not in _HEALTH_OF:
-            self.fail(_NOT_FOUND, "unknown service")
+            self.finish(_NOT_FOUND, "unknown service")
             return
         is_well = service == _ALIVE or self._connection.is_ready()
         self.send(messages.SERVING if is_well else messages.NOT_SERVING)
@@ -180,7 +175,7 @@ class _Stream:
 
     def lost(self, *, by_reset: bool = False) -> None:
         """The stream is over: the peer has reset it, its connection is gone, or it was answered."""
-        self._trailers = self._trailers or _OK
+        self._trailers = self._trailers or []
         if self.handler is not None:
             self.handler.closed(by_reset=by_reset)
         self._connection.hold(-len(self.unsent) - len(self._input))
@@ -384,9 +379,9 @@ class PickerConnection(asyncio.Protocol):
         if path == _CHECK:
             return
         if path != _PROCESS:
-            stream.fail(_UNIMPLEMENTED, "unknown method")
+            stream.finish(_UNIMPLEMENTED, "unknown method")
         elif not self._may_write(credential):
-            stream.fail(_UNAUTHENTICATED, "a bearer token with the role write is required")
+            stream.finish(_UNAUTHENTICATED, "a bearer token with the role write is required")
         else:
             stream.handler = self._new_stream(stream, credential)
 

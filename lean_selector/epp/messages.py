@@ -202,24 +202,19 @@ def served_of(metadata: bytes) -> bytes | None:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-_SMALL: Final = [bytes((number,)) for number in range(0x80)]
-
-
-def _size(size: int) -> bytes:
-    if size < 0x80:
-        return _SMALL[size]
+@lru_cache(4096)
+def _written(number: int) -> bytes:
     written = bytearray()
-    while size >= 0x80:
-        written.append(size & 0x7F | 0x80)
-        size >>= 7
-    written.append(size)
+    while number >= 0x80:
+        written.append(number & 0x7F | 0x80)
+        number >>= 7
+    written.append(number)
     return bytes(written)
 
 
 def part(number: int, content: bytes) -> bytes:
-    """Return a field with these bytes. `number` is at most 15."""
-    size = len(content)
-    return _SMALL[number << 3 | _BYTES] + (_SMALL[size] if size < 0x80 else _size(size)) + content
+    """Return a field with these bytes."""
+    return _written(number << 3 | _BYTES) + _written(len(content)) + content
 
 
 _fixed: Final = lru_cache(64)(part)  # of contents that are nearly always the same
@@ -264,7 +259,7 @@ def destination(kind: int, headers: Mapping[bytes, bytes], removed: Iterable[byt
 
 def immediate(status: int, body: bytes, headers: Mapping[bytes, bytes]) -> bytes:
     """Return the response that answers the client in place of a worker."""
-    code = b"\x08" + _size(status)
+    code = b"\x08" + _written(status)
     return part(7, part(1, code) + part(2, _mutation(headers)) + part(3, body))
 
 

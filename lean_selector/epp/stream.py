@@ -58,12 +58,11 @@ class Phase(Enum):
 
 
 class Channel(Protocol):
-    """The stream as a transport: it is told what to send. `finish`, with the status OK, and `fail`
-    call `closed`."""
+    """The stream as a transport: it is told what to send. `finish`, with a status of gRPC, calls
+    `closed`."""
 
     def send(self, *told: bytes) -> None: ...
-    def finish(self) -> None: ...
-    def fail(self, status: int, text: str) -> None: ...
+    def finish(self, status: int = 0, text: str = "") -> None: ...
 
 
 INVALID_ARGUMENT: Final = 3
@@ -111,11 +110,11 @@ class ExtProcStream:
             self._refuse(str(error))
         except Exception:
             log.exception("an ext_proc stream failed")
-            self._channel.fail(INTERNAL, "internal error")
+            self._channel.finish(INTERNAL, "internal error")
 
     def _refuse(self, text: str) -> None:
         self._picker.counts["malformed"] += 1
-        self._channel.fail(INVALID_ARGUMENT, text)
+        self._channel.finish(INVALID_ARGUMENT, text)
 
     def _handle(self, kind: int, payload: bytes, metadata: bytes) -> None:
         if kind == messages.RESPONSE_BODY and self.phase is not Phase.BEGUN:  # as most are

@@ -70,10 +70,7 @@ class Driver:
         assert self.status is None, "nothing follows the end"
         self.sent += map(pb.ProcessingResponse.FromString, told)
 
-    def finish(self) -> None:
-        self.fail(0, "")
-
-    def fail(self, status: int, text: str) -> None:
+    def finish(self, status: int = 0, text: str = "") -> None:
         self.status = status, text
         self.of.closed()
 
