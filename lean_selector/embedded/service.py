@@ -5,7 +5,6 @@ the response as a dict. So results are the same as over HTTP (spec selection_16.
 
 import asyncio
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 import zmq.asyncio
 
-from lean_selector.api.replies import INTERNAL_ERROR, Queued, Reply
+from lean_selector.api.replies import Queued, Reply
 from lean_selector.api.selection import SelectionService as Handlers
 from lean_selector.app.flags import OneLineParser, add_flags, load
 from lean_selector.app.host import TICK_S, StartError
@@ -55,8 +54,6 @@ from lean_selector.wire.selection_bodies import (
 # -- a selector on a loop, without HTTP ------------------------------------------------------------
 
 T = TypeVar("T")
-
-log = logging.getLogger("lean_selector.inprocess")
 
 # Time limit for a call from another thread, which normally takes microseconds. A loop that has not
 # answered by then is stopped, or waits for the caller.
@@ -553,6 +550,5 @@ async def _awaited(handler: Handler, arguments: Sequence[object]) -> Any:
     if isinstance(body, SelectorError):
         raise refusal(body)
     if isinstance(body, Exception):
-        log.error("a request that waited could not be answered", exc_info=body)
-        raise refusal(SelectorError(INTERNAL_ERROR.error))
+        raise body  # a defect of ours
     return _decoded(body)
