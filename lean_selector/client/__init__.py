@@ -32,6 +32,7 @@ from lean_selector.client.placements import Placement as Placement
 from lean_selector.client.placements import TokenStream as TokenStream
 from lean_selector.client.router import KvPushRouter as KvPushRouter
 from lean_selector.client.router import KvRouter as KvRouter
+from lean_selector.client.router import RoutingOptions as RoutingOptions
 from lean_selector.client.sync_router import SyncKvRouter as SyncKvRouter
 from lean_selector.client.sync_router import SyncPlacement as SyncPlacement
 from lean_selector.client.sync_router import SyncTokenStream as SyncTokenStream
