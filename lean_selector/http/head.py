@@ -22,12 +22,11 @@ class Limits(NamedTuple):
     max_discard_bytes: int = 64 * 1024 * 1024
 
 
-class HttpError:
+class HttpError(NamedTuple):
     """The status and text of an error answer, after which the connection is closed."""
 
-    def __init__(self, status: int, text: str) -> None:
-        self.status = status
-        self.text = text
+    status: int
+    text: str
 
 
 # -- the header section ----------------------------------------------------------------------------
