@@ -54,9 +54,9 @@ class Probe:
     def first_hash(self, stored: list[BlockStored]) -> int | None:
         """Return the engine's hash of the prompt's first block; None if no event stores it."""
         for event in stored:
-            is_first = event.parent_hash is None and len(event.names) > 0
+            is_first = event.parent_hash is None and len(event.engine_hashes) > 0
             if is_first and packed_tokens(self.prompt).startswith(event.tokens):
-                return int.from_bytes(event.names[:8], "little")
+                return int.from_bytes(event.engine_hashes[:8], "little")
         return None
 
 

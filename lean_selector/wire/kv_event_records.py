@@ -145,7 +145,12 @@ def stored_record(
 
 def parts_of(record: BlockStored) -> list[Event]:
     """Split the record of a long event into records of at most PART_BLOCKS blocks."""
-    size, names, tokens, infos = record.block_size, record.names, record.tokens, record.mm_hashes
+    size, names, tokens, infos = (
+        record.block_size,
+        record.engine_hashes,
+        record.tokens,
+        record.mm_hashes,
+    )
     blocks = min(len(names) >> 3, ((len(tokens) >> 2) - record.is_eagle) // size) if size else 0
     if blocks <= PART_BLOCKS or record.fault is not None:
         return [record]
@@ -157,7 +162,7 @@ def parts_of(record: BlockStored) -> list[Event]:
         parts.append(
             replace(
                 record,
-                names=names[at << 3 : end << 3],
+                engine_hashes=names[at << 3 : end << 3],
                 parent_hash=int.from_bytes(names[(at - 1) << 3 : at << 3], "little")
                 if at
                 else record.parent_hash,

@@ -173,7 +173,7 @@ def _apart(dp_rank: int | None, raws: list[Raw]) -> EventBatch:
 
 def _add(batch: EventBatch, record: Event | None) -> None:
     """Add a record to a batch; None is an event that is ignored."""
-    if type(record) is BlockStored and len(record.names) > PART_BLOCKS << 3:
+    if type(record) is BlockStored and len(record.engine_hashes) > PART_BLOCKS << 3:
         batch.events += parts_of(record)
     elif record is not None:
         batch.events.append(record)

@@ -202,7 +202,7 @@ def held_paths(index: KvIndex, key: tuple[int, int]) -> set[Path]:
     paths: set[Path] = set()
     if rank is None:
         return paths
-    for strand in rank.device.names.rows:
+    for strand in rank.device.hashes.rows:
         for run in index._device.trie.pieces(strand):
             label, above = bytes(run.label), run.parent
             while above is not None:
@@ -283,7 +283,7 @@ def test_the_index_does_what_the_model_does(
     tight: bool,
     swept_later: bool,
     reviewed: bool,
-    new_names: Callable[[], EngineHashes],
+    new_hashes: Callable[[], EngineHashes],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if tight:  # strands and dead ends so short that a few blocks fill them
@@ -296,7 +296,7 @@ def test_the_index_does_what_the_model_does(
         if reviewed:  # what lies behind holes is evicted, though not while an event is applied
             patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
             let_reviews_be_frequent(patch)
-        run_against_model(operations, pace, new_names)
+        run_against_model(operations, pace, new_hashes)
 
 
 def let_reviews_be_frequent(patch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_what_a_rank_held_before_it_came_back_is_not_taken_for_what_it_holds(
     operations: list[tuple[Any, ...]],
     pace: int,
     reviewed: bool,
-    new_names: Callable[[], EngineHashes],
+    new_hashes: Callable[[], EngineHashes],
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_tier, "_TRIM_BLOCKS", 1)
@@ -333,13 +333,13 @@ def test_what_a_rank_held_before_it_came_back_is_not_taken_for_what_it_holds(
         patch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
         if reviewed:
             let_reviews_be_frequent(patch)
-        run_against_model(operations, pace, new_names)
+        run_against_model(operations, pace, new_hashes)
 
 
 def run_against_model(
-    operations: list[tuple[Any, ...]], pace: int, new_names: Callable[[], EngineHashes]
+    operations: list[tuple[Any, ...]], pace: int, new_hashes: Callable[[], EngineHashes]
 ) -> None:
-    index = KvIndex(16, new_names=new_names)
+    index = KvIndex(16, new_hashes=new_hashes)
     models = {key: RankModel() for key in RANKS}
     bounds: dict[int, int] = {}
     prompts: set[Path] = {()}

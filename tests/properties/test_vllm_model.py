@@ -158,18 +158,18 @@ class Vllm:
 @pytest.mark.parametrize("groups", [1, 2, 3])
 @pytest.mark.parametrize("reports", [False, True], ids=["silent", "reports"])
 @pytest.mark.parametrize("looks_ahead", [False, True], ids=["plain", "lookahead"])
-@pytest.mark.parametrize("new_names", [HashesInDict, HashesPacked])
+@pytest.mark.parametrize("new_hashes", [HashesInDict, HashesPacked])
 def test_the_index_predicts_what_the_engine_hits(
-    new_names: type[EngineHashes], looks_ahead: bool, reports: bool, groups: int, rounds: Rounds
+    new_hashes: type[EngineHashes], looks_ahead: bool, reports: bool, groups: int, rounds: Rounds
 ) -> None:
     for seed in rounds(1):
         engine = Vllm(looks_ahead, reports, groups, seed)
-        play(engine, new_names, STEPS if groups == 1 else STEPS // 3)
+        play(engine, new_hashes, STEPS if groups == 1 else STEPS // 3)
 
 
-def play(engine: Vllm, new_names: type[EngineHashes], steps: int) -> None:
+def play(engine: Vllm, new_hashes: type[EngineHashes], steps: int) -> None:
     looks_ahead, reports = engine.looks_ahead, engine.reports
-    index = KvIndex(SIZE, new_names=new_names)
+    index = KvIndex(SIZE, new_hashes=new_hashes)
     ingest = KvIngest(index, 1, 0, is_eagle=looks_ahead)
     for length in (5, 7) if reports else ():
         # What announces a hit of several blocks first is known by it: one block may be a copy.

@@ -31,7 +31,7 @@ def removed_blocks(
 
 
 def hashes_of(record: BlockStored | BlockRemoved) -> list[int]:
-    return list(unpack(f"<{len(record.names) >> 3}Q", record.names))
+    return list(unpack(f"<{len(record.engine_hashes) >> 3}Q", record.engine_hashes))
 
 
 def tokens_of(record: BlockStored) -> list[int]:

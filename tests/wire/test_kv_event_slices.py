@@ -258,7 +258,7 @@ def test_a_part_of_an_event_has_a_bounded_number_of_blocks() -> None:
     batches = slices(encode([1.5, vllm(), 0]))
     records: list[Any] = [record for batch in batches for record in batch.events]
     assert [len(batch.events) for batch in batches] == [1] * len(batches)
-    assert all(len(record.names) >> 3 <= PART_BLOCKS for record in records)
+    assert all(len(record.engine_hashes) >> 3 <= PART_BLOCKS for record in records)
     assert all(len(record.tokens) >> 2 <= 16 * PART_BLOCKS for record in records)
     parts = [record.part for record in records]
     assert parts == [EventPart.FIRST, *[EventPart.MIDDLE] * (len(parts) - 2), EventPart.LAST]

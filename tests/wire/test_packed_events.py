@@ -206,7 +206,7 @@ def test_removals_in_a_row_come_in_records_of_bounded_length() -> None:
     assert batch is not None
     records = [event for event in batch.events if isinstance(event, BlockRemoved)]
     assert {record.events for record in records} == {2}  # the second fills it
-    assert b"".join(record.names for record in records) == pack("<30000Q", *range(30_000))
+    assert b"".join(record.engine_hashes for record in records) == pack("<30000Q", *range(30_000))
 
 
 @pytest.mark.parametrize("more", [0, 1, PART_BLOCKS, PART_BLOCKS + 1])
@@ -218,7 +218,7 @@ def test_a_long_chain_comes_in_parts(more: int) -> None:
     assert packed is not None
     parts = [event for event in packed.events if isinstance(event, BlockStored)]
     assert len(parts) == -(-len(names) // PART_BLOCKS)
-    assert all(len(part.names) >> 3 <= PART_BLOCKS for part in parts)
+    assert all(len(part.engine_hashes) >> 3 <= PART_BLOCKS for part in parts)
     assert [part.part for part in parts[1:-1]] == [EventPart.MIDDLE] * (len(parts) - 2)
     ends = parts[0].part, parts[-1].part
     assert ends == (

@@ -28,20 +28,20 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 class DeviceRank:
     """One rank's blocks in device memory. `bit`: the rank's number in sets of ranks (bit masks)."""
 
-    __slots__ = ("bit", "blocks", "key", "names")
+    __slots__ = ("bit", "blocks", "hashes", "key")
 
-    def __init__(self, key: RankKey, bit: int, names: EngineHashes) -> None:
+    def __init__(self, key: RankKey, bit: int, hashes: EngineHashes) -> None:
         self.key = key
         self.bit = bit
-        self.names = names
+        self.hashes = hashes
         self.blocks = 0  # blocks held in the trie, reachable or not
 
 
 class DeviceRanks:
     """Gives each rank a bit number, by which the trie of cached blocks refers to the rank."""
 
-    def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
-        self._new_names = new_names
+    def __init__(self, bits: RankBits, new_hashes: Callable[[], EngineHashes]) -> None:
+        self._new_hashes = new_hashes
         self._bits = bits
         self._by_bit: list[DeviceRank | None] = []
         self.in_use = 0  # the bits of all ranks with a record
@@ -55,7 +55,7 @@ class DeviceRanks:
     def admit(self, key: RankKey) -> DeviceRank:
         """Return a new record for a rank that holds no blocks yet."""
         bit = self._bits.acquire(key)
-        rank = DeviceRank(key, bit, self._new_names())
+        rank = DeviceRank(key, bit, self._new_hashes())
         self.in_use |= 1 << bit
         self._by_bit += [None] * (bit + 1 - len(self._by_bit))
         self._by_bit[bit] = rank
@@ -73,9 +73,9 @@ class DeviceRanks:
         """Take a rank out of look-ups, and return the engine hashes of its blocks. The caller must
         remove these blocks from the trie, then call `swept`."""
         self._hide(rank)
-        names, rank.names, rank.blocks = rank.names, self._new_names(), 0
+        hashes, rank.hashes, rank.blocks = rank.hashes, self._new_hashes(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
-        return names
+        return hashes
 
     def swept(self, rank: DeviceRank) -> None:
         """Release the bit number of a retired rank, after its blocks were removed from the trie."""
@@ -96,13 +96,13 @@ class DeviceRanks:
         """Return the rank with this bit number, or None if the rank holds no block of the strand (a
         part of the trie)."""
         rank = self._by_bit[bit]
-        return rank if rank is not None and strand in rank.names.rows else None
+        return rank if rank is not None and strand in rank.hashes.rows else None
 
-    def name_at(self, bit: int, address: int) -> bytes:
+    def hash_at(self, bit: int, address: int) -> bytes:
         """Return the engine hash that a rank has for the block at this address in the trie."""
         rank = self._by_bit[bit]
         assert rank is not None
-        return rank.names.name_at(address)
+        return rank.hashes.hash_at(address)
 
 
 # -- hash aliases ----------------------------------------------------------------------------------
@@ -139,16 +139,16 @@ class HashAliases:
             else:
                 del self._odd[strand]
 
-    def names_at(self, ranks: int, address: int) -> list[tuple[bytes, int]]:
+    def hashes_at(self, ranks: int, address: int) -> list[tuple[bytes, int]]:
         """Return the engine hashes of the block at this address in the trie, each with the set of
         ranks that use this hash. All of `ranks` must hold the block."""
         odd = ranks & self.of(address >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
-            found[self._ranks.name_at(alike.bit_length() - 1, address)] = alike
+            found[self._ranks.hash_at(alike.bit_length() - 1, address)] = alike
         for bit in bits_of(odd):
-            name = self._ranks.name_at(bit, address)
-            found[name] = found.get(name, 0) | 1 << bit
+            engine_hash = self._ranks.hash_at(bit, address)
+            found[engine_hash] = found.get(engine_hash, 0) | 1 << bit
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
@@ -172,7 +172,7 @@ class HashAliases:
                 return
             other = self._ranks.rank_in(strand, others.bit_length() - 1)
             if other is not None:
-                if not _name_alike(rank, other, address, span.bit_count()):
+                if not _hash_alike(rank, other, address, span.bit_count()):
                     break
                 return
             others ^= 1 << (others.bit_length() - 1)  # an old bit of a rank that was retired
@@ -191,7 +191,7 @@ class HashAliases:
                 if other is not None:
                     longest, lead = other, leading
         told = span & (1 << lead) - 1
-        if told and not _name_alike(rank, longest, address, told.bit_count()):
+        if told and not _hash_alike(rank, longest, address, told.bit_count()):
             return False
         left = span ^ told
         if not left:
@@ -204,11 +204,11 @@ class HashAliases:
         return True
 
 
-def _name_alike(one: DeviceRank, other: DeviceRank, address: int, blocks: int) -> bool:
+def _hash_alike(one: DeviceRank, other: DeviceRank, address: int, blocks: int) -> bool:
     """Whether two ranks have the same engine hashes for this many blocks, from `address` on."""
     strand, start = address >> POSITION_BITS, (address & POSITION_MASK) << 3
     end = start + (blocks << 3)
-    return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
+    return one.hashes.rows[strand][start:end] == other.hashes.rows[strand][start:end]
 
 
 # A run is extended only if few other ranks hold it. Each of these becomes a partial holder, which
@@ -222,9 +222,9 @@ _MAX_OTHERS_TO_TRIM = 16  # if at most so many ranks hold a part of it; some 1 u
 class DeviceTier:
     """The blocks that all ranks of one partition hold in device memory."""
 
-    def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
+    def __init__(self, bits: RankBits, new_hashes: Callable[[], EngineHashes]) -> None:
         self.trie = RunTrie()
-        self.ranks = DeviceRanks(bits, new_names)
+        self.ranks = DeviceRanks(bits, new_hashes)
         self._odd = HashAliases(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
@@ -232,15 +232,15 @@ class DeviceTier:
         the index may change between two steps."""
         return self._sweep(rank, self.ranks.retire(rank))
 
-    def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
+    def _sweep(self, rank: DeviceRank, hashes: EngineHashes) -> Iterator[None]:
         bit = rank.bit
-        while names.rows:
-            strand, _ = names.rows.popitem()
+        while hashes.rows:
+            strand, _ = hashes.rows.popitem()
             if self.ranks.rank_in(strand, bit) is None:
                 self._odd.forget(strand, bit)
                 self._settle(bit, strand)
             yield
-        yield from names.dismantled()
+        yield from hashes.dismantled()
         self.ranks.swept(rank)
 
     def _settle(self, bit: int, strand: int) -> None:
@@ -283,7 +283,7 @@ class DeviceTier:
             self._settle_along(local_hashes)
         return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
-    def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
+    def last_hashes(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
         """Return the engine hashes of block number `blocks` (from 1) along `path`, each with the
         set of ranks that use this hash. All of `ranks` must hold the blocks up to this one."""
         last = blocks - 1
@@ -292,13 +292,13 @@ class DeviceTier:
             if last < length:
                 break
             last -= length
-        return self._odd.names_at(ranks, run.strand << POSITION_BITS | run.start + last)
+        return self._odd.hashes_at(ranks, run.strand << POSITION_BITS | run.start + last)
 
     def store(
-        self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
+        self, rank: DeviceRank, parent: int, hashes: bytes, local: bytes, counted: bool = False
     ) -> None:
         """Store a chain of blocks on a rank, after the block at the address `parent` in the trie,
-        or NOWHERE for a prompt's start. `names`, `local`: the blocks' engine and local hashes, 8
+        or NOWHERE for a prompt's start. `hashes`, `local`: the blocks' engine and local hashes, 8
         bytes each. If `counted`, a block that the rank already holds must be removed once more
         later."""
         run, position = self.trie.root, 0
@@ -312,11 +312,11 @@ class DeviceTier:
                 and run.partial is None
                 and run.children is None
                 and run.after is None
-                and run.start + position + (len(names) >> 3) <= STRAND_BLOCKS
+                and run.start + position + (len(hashes) >> 3) <= STRAND_BLOCKS
             ):
                 run.label += local
-                rank.names.add(parent + 1, names)
-                rank.blocks += len(names) >> 3
+                rank.hashes.add(parent + 1, hashes)
+                rank.blocks += len(hashes) >> 3
                 return
         # Walk down the trie: let the rank hold the blocks that exist, and add the others.
         done = 0
@@ -326,7 +326,7 @@ class DeviceTier:
                 same = common_prefix(label, position << 3, local, done)
                 if same:
                     end = done + same
-                    self._hold(rank, run, position, names[done:end], counted)
+                    self._hold(rank, run, position, hashes[done:end], counted)
                     position += same >> 3
                     done = end
                 if done < len(local) and position << 3 < len(label):
@@ -334,7 +334,7 @@ class DeviceTier:
                 continue
             child = run.children.get(local[done : done + 8]) if run.children else None
             is_reborn = self.ranks.reborn >> rank.bit & 1
-            if child and is_reborn and child.strand not in rank.names.rows:
+            if child and is_reborn and child.strand not in rank.hashes.rows:
                 self._settle(rank.bit, child.strand)  # its only holder may be an old bit
                 child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
@@ -342,7 +342,7 @@ class DeviceTier:
                 continue
             run, position, end = self._extend(rank, run, local, done)
             at = run.strand << POSITION_BITS | run.start + position
-            rank.names.add(at, names[done:end])
+            rank.hashes.add(at, hashes[done:end])
             rank.blocks += end - done >> 3
             position += end - done >> 3
             done = end
@@ -372,35 +372,39 @@ class DeviceTier:
             run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
         return run, length, end
 
-    def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes, counted: bool) -> None:
+    def _hold(
+        self, rank: DeviceRank, run: Run, position: int, hashes: bytes, counted: bool
+    ) -> None:
         """Record that the rank holds the blocks from `position` in `run` on, with these hashes."""
         held = run.held_by(rank.bit)
-        span = (1 << (len(names) >> 3)) - 1 << position
+        span = (1 << (len(hashes) >> 3)) - 1 << position
         both = held & span
         address = run.strand << POSITION_BITS | run.start + position
         if not both:
-            rank.names.add(address, names)
-            rank.blocks += len(names) >> 3
+            rank.hashes.add(address, hashes)
+            rank.blocks += len(hashes) >> 3
         else:
-            for at in range(len(names) >> 3):
-                name = names[at << 3 : (at + 1) << 3]
+            for at in range(len(hashes) >> 3):
+                engine_hash = hashes[at << 3 : (at + 1) << 3]
                 if not both >> (position + at) & 1:
-                    rank.names.add(address + at, name)
+                    rank.hashes.add(address + at, engine_hash)
                     rank.blocks += 1
                 else:
-                    self.announce(rank, address + at, int.from_bytes(name, "little"), counted)
+                    self.announce(
+                        rank, address + at, int.from_bytes(engine_hash, "little"), counted
+                    )
         if both != span:
             self._odd.compare(rank, run, span, address)
             run.set_held(rank.bit, held | span)
 
-    def announce(self, rank: DeviceRank, address: int, name: int, counted: bool) -> None:
-        """Record that an engine stored a held block again, perhaps under another hash (`name`)."""
-        names = rank.names
-        is_first = int.from_bytes(names.name_at(address), "little") == name
-        if not is_first and names.aliases.get(name, NOWHERE) != address:
-            names.alias(address, name)
+    def announce(self, rank: DeviceRank, address: int, engine_hash: int, counted: bool) -> None:
+        """Record that an engine stored a held block again, perhaps under another hash."""
+        hashes = rank.hashes
+        is_first = int.from_bytes(hashes.hash_at(address), "little") == engine_hash
+        if not is_first and hashes.aliases.get(engine_hash, NOWHERE) != address:
+            hashes.alias(address, engine_hash)
         elif counted:
-            names.add_copy(name)
+            hashes.add_copy(engine_hash)
 
     def edge_to(self, rank: DeviceRank, address: int) -> bytes:
         """Return the local hash of the block at this address in the trie, preceded by the engine
@@ -414,17 +418,17 @@ class DeviceTier:
                 return local
             run, position = above, len(above.label) >> 3
         before = run.strand << POSITION_BITS | run.start + position - 1
-        row = rank.names.rows.get(run.strand, b"")
+        row = rank.hashes.rows.get(run.strand, b"")
         start = (before & POSITION_MASK) << 3
         return bytes(row[start : start + 8]) + local
 
-    def remove(self, rank: DeviceRank, names: bytes) -> int:
+    def remove(self, rank: DeviceRank, hashes: bytes) -> int:
         """Remove a rank's blocks by engine hash (8 bytes each). Return how many were dropped: a
         block that was stored n times, or under n hashes, is dropped by its n-th removal."""
         before = rank.blocks
-        gone = rank.names.take(names)
-        while rank.names.renamed:  # before the drops, which forget strands that the rank leaves
-            self._odd.add(rank.names.renamed.pop(), rank.bit)
+        gone = rank.hashes.take(hashes)
+        while rank.hashes.rehashed:  # before the drops, which forget strands that the rank leaves
+            self._odd.add(rank.hashes.rehashed.pop(), rank.bit)
         for strand, positions in gone.items():
             self._drop_positions(rank, strand, positions)
         return before - rank.blocks
@@ -449,7 +453,7 @@ class DeviceTier:
         run.set_held(rank.bit, held)
         if not held:
             end = self._held_end(rank, run.strand)
-            rank.names.cut_row(run.strand, end)
+            rank.hashes.cut_row(run.strand, end)
             if not end:
                 self._odd.forget(run.strand, rank.bit)
             self.trie.prune(run)
@@ -458,8 +462,8 @@ class DeviceTier:
 
     def _held_end(self, rank: DeviceRank, strand: int) -> int:
         """Return the position after the rank's last block in a strand (part of the trie), or 0."""
-        if not rank.names.has_unnamed():
-            return rank.names.named_end(strand)
+        if not rank.hashes.has_zero():
+            return rank.hashes.hashes_end(strand)
         # A row cannot distinguish a block with hash 0 from none.
         ends = [
             run.start + held.bit_length()
@@ -487,7 +491,7 @@ class DeviceTier:
         for bit, held in list(run.partial.items()):
             rank = self.ranks.rank_in(run.strand, bit)
             if rank is not None:  # None: the bit is an old one
-                rank.names.cut_row(run.strand, run.start + top)
+                rank.hashes.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
 
     def held_in(self, rank: DeviceRank, strand: int) -> int:
@@ -501,12 +505,12 @@ class DeviceTier:
     def drop(self, rank: DeviceRank, strand: int, positions: int) -> None:
         """Drop blocks that the rank holds, at `positions` (a bit mask) of a strand (trie part)."""
         for position in bits_of(positions):
-            rank.names.discard(strand << POSITION_BITS | position)
+            rank.hashes.discard(strand << POSITION_BITS | position)
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
         """Free the engine hashes stored after the rank's last block in a strand (trie part)."""
-        rank.names.cut_row(strand, self._held_end(rank, strand))
+        rank.hashes.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
         """If no rank holds the last blocks of a strand (a part of the trie), free their memory."""
@@ -517,12 +521,12 @@ class DeviceTier:
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
         """Drop `blocks` blocks of a rank, from the end of its oldest strand (part of the trie)."""
         while blocks:
-            strand = next(iter(rank.names.rows))
+            strand = next(iter(rank.hashes.rows))
             last = self._held_end(rank, strand) - 1
             run, offset = self.trie.resolve(strand << POSITION_BITS | last)
             held = run.held_by(rank.bit)
             positions = bits_of(held & (2 << offset) - 1)[-blocks:]
             for position in positions:
-                rank.names.discard(strand << POSITION_BITS | run.start + position)
+                rank.hashes.discard(strand << POSITION_BITS | run.start + position)
             self._drop_blocks(rank, run, sum(1 << position for position in positions))
             blocks -= len(positions)

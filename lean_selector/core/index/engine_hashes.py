@@ -1,14 +1,14 @@
 """Map the engine hashes of one rank's blocks to addresses, and back. An address is a u32, `strand
 << 10 | position`. A strand is a sequence of blocks without a branch (see runs.py).
 
-An engine hash is called a name here. A rank has a row for each strand: the blocks' names, with 0
-for a block that the rank does not hold. Rare cases are stored apart from the rows: aliases (further
-names of a block), copies (a block was stored again under the same name), and names that several
-blocks share. Two classes find the address of a name. `HashesInDict` is fast in plain Python;
+Hashes are engine hashes here. A rank has a row for each strand: the blocks' hashes, with 0 for a
+block that the rank does not hold. Rare cases are stored apart from the rows: aliases (further
+hashes of a block), copies (a block was stored again under the same hash), and hashes that several
+blocks share. Two classes find the address of a hash. `HashesInDict` is fast in plain Python;
 `HashesPacked` takes a sixth of the memory, and is fast when compiled. Spec: indexer.md 3.2, 7.4.
 
-If two blocks share a name, the name stands for the newer block. After the newer block is removed,
-the name stands for the older one. A block with aliases or copies exists until all its names and
+If two blocks share a hash, the hash stands for the newer block. After the newer block is removed,
+the hash stands for the older one. A block with aliases or copies exists until all its hashes and
 copies are removed."""
 
 from collections import OrderedDict
@@ -21,7 +21,7 @@ from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.sweeping import emptied
 
 NOWHERE: Final = -1
-NO_NAME: Final = bytes(8)
+NO_HASH: Final = bytes(8)
 
 
 def is_chain(parent_hash: int | None, hashes: Sequence[int]) -> bool:
@@ -34,27 +34,27 @@ def is_chain(parent_hash: int | None, hashes: Sequence[int]) -> bool:
 
 
 class EngineHashes:
-    """Engine hashes (names) of one rank's blocks, and their addresses in the trie. For each strand
-    (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,
-    8 bytes per name, little-endian. A single name is an int."""
+    """Engine hashes of one rank's blocks, and their addresses in the trie. For each strand
+    (part of the trie), `rows` has the blocks' first hashes. Lists of hashes are packed into bytes,
+    8 bytes per hash, little-endian. A single hash is an int."""
 
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
         # oldest key of a plain dict steps over the holes that removed keys leave.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
-        # Addresses of names of several blocks, and of name 0; the newest address last.
+        # Addresses of hashes of several blocks, and of hash 0; the newest address last.
         self.listed: dict[int, list[int]] = {}
-        # Further names of each block, oldest first; and the address of each further name.
+        # Further hashes of each block, oldest first; and the address of each further hash.
         self.aliases: OrderedDict[int, int] = OrderedDict()
         self.alias_at: dict[int, list[int]] = {}
-        self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
-        self.extra = 0  # number of further names and copies
+        self.copies: OrderedDict[int, int] = OrderedDict()  # hash -> copies beyond the first
+        self.extra = 0  # number of further hashes and copies
         self.copies_revision = 0  # how often events changed a number of copies
-        # Strands with a block that lost its first name and got a further name in its place.
-        self.renamed: list[int] = []
+        # Strands with a block that lost its first hash and got a further one in its place.
+        self.rehashed: list[int] = []
 
-    def find(self, name: int) -> int:
-        """Return the address in the trie of the block with the engine hash `name`, or NOWHERE."""
+    def find(self, engine_hash: int) -> int:
+        """Return the address in the trie of the block with this engine hash, or NOWHERE."""
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
@@ -70,25 +70,25 @@ class EngineHashes:
         """Free all memory except `rows`, in steps. The object is unusable afterwards."""
         raise NotImplementedError
 
-    def _forget(self, name: int) -> None:
+    def _forget(self, engine_hash: int) -> None:
         raise NotImplementedError
 
-    def _put(self, name: int, address: int) -> None:
+    def _put(self, engine_hash: int, address: int) -> None:
         raise NotImplementedError
 
-    def drop_name(self, name: int, address: int) -> None:
-        """Remove `name`, the first engine hash of the block at `address`, from the look-up
+    def drop_hash(self, engine_hash: int, address: int) -> None:
+        """Remove `engine_hash`, the first engine hash of the block at `address`, from the look-up
         table."""
-        addresses = self.listed.get(name) if self.listed else None
+        addresses = self.listed.get(engine_hash) if self.listed else None
         if addresses is None:
-            self._forget(name)
+            self._forget(engine_hash)
             return
         addresses.remove(address)
-        if not addresses:  # name 0 stays listed even if it has only one address
-            del self.listed[name]
-        elif name and len(addresses) == 1:
-            del self.listed[name]
-            self._put(name, addresses[0])
+        if not addresses:  # hash 0 stays listed even if it has only one address
+            del self.listed[engine_hash]
+        elif engine_hash and len(addresses) == 1:
+            del self.listed[engine_hash]
+            self._put(engine_hash, addresses[0])
 
     def dismantled_extra(self) -> Iterator[None]:
         yield from emptied(self.aliases)
@@ -108,64 +108,64 @@ class EngineHashes:
         """Remove all engine hashes of the block at `address`. The rank must hold the block."""
         start = (address & POSITION_MASK) << 3
         row = self.rows[address >> POSITION_BITS]
-        name = int.from_bytes(row[start : start + 8], "little")
-        row[start : start + 8] = NO_NAME
-        self.drop_name(name, address)
+        engine_hash = int.from_bytes(row[start : start + 8], "little")
+        row[start : start + 8] = NO_HASH
+        self.drop_hash(engine_hash, address)
         if self.extra:
-            self._forget_copies(name)
+            self._forget_copies(engine_hash)
             for alias in self.alias_at.pop(address, ()):
                 del self.aliases[alias]
                 self.extra -= 1
                 self._forget_copies(alias)
 
-    def name_at(self, address: int) -> bytes:
+    def hash_at(self, address: int) -> bytes:
         """Return the first engine hash of the block at `address`. The rank must hold the block."""
         start = (address & POSITION_MASK) << 3
         return bytes(self.rows[address >> POSITION_BITS][start : start + 8])
 
-    def alias(self, address: int, name: int) -> None:
-        """Add `name` as a further engine hash of the block at `address`."""
-        self.forget_alias(name)
-        self.aliases[name] = address
-        self.alias_at.setdefault(address, []).append(name)
+    def alias(self, address: int, engine_hash: int) -> None:
+        """Add `engine_hash` as a further engine hash of the block at `address`."""
+        self.forget_alias(engine_hash)
+        self.aliases[engine_hash] = address
+        self.alias_at.setdefault(address, []).append(engine_hash)
         self.extra += 1
 
-    def forget_alias(self, name: int) -> None:
-        address = self.aliases.pop(name, None)
+    def forget_alias(self, engine_hash: int) -> None:
+        address = self.aliases.pop(engine_hash, None)
         if address is not None:
             self.extra -= 1
-            self._forget_copies(name)
-            names = self.alias_at[address]
-            names.remove(name)
-            if not names:
+            self._forget_copies(engine_hash)
+            hashes = self.alias_at[address]
+            hashes.remove(engine_hash)
+            if not hashes:
                 del self.alias_at[address]
 
-    def add_copy(self, name: int) -> None:
+    def add_copy(self, engine_hash: int) -> None:
         """Count one more copy: the engine stored a block again under the same hash."""
-        self.copies[name] = self.copies.get(name, 0) + 1
+        self.copies[engine_hash] = self.copies.get(engine_hash, 0) + 1
         self.extra += 1
         self.copies_revision += 1
 
-    def take_copy(self, name: int) -> bool:
+    def take_copy(self, engine_hash: int) -> bool:
         """Decrease the count of repeated stores under this hash. Return False if it was 0."""
-        copies = self.copies.get(name)
+        copies = self.copies.get(engine_hash)
         if copies is None:
             return False
         self.extra -= 1
         self.copies_revision += 1
         if copies == 1:
-            del self.copies[name]
+            del self.copies[engine_hash]
         else:
-            self.copies[name] = copies - 1
+            self.copies[engine_hash] = copies - 1
         return True
 
-    def _forget_copies(self, name: int) -> None:
-        self.extra -= self.copies.pop(name, 0)
+    def _forget_copies(self, engine_hash: int) -> None:
+        self.extra -= self.copies.pop(engine_hash, 0)
 
-    def stored_again(self, address: int, name: int) -> tuple[int, ...]:
-        """Return the hashes under which the block at `address`, whose first hash is `name`, was
-        stored after the first time."""
-        again = [name] * self.copies.get(name, 0)
+    def stored_again(self, address: int, engine_hash: int) -> tuple[int, ...]:
+        """Return the hashes under which the block at `address` was stored after the first time.
+        `engine_hash` is its first one."""
+        again = [engine_hash] * self.copies.get(engine_hash, 0)
         for alias in self.alias_at.get(address, ()):
             again += [alias] * (1 + self.copies.get(alias, 0))
         return tuple(again)
@@ -178,11 +178,11 @@ class EngineHashes:
         while self.extra > least and self.aliases:
             self.forget_alias(next(iter(self.aliases)))
 
-    def has_unnamed(self) -> bool:
+    def has_zero(self) -> bool:
         """Whether a held block has the hash 0. If not, a 0 in `rows` means: block not held."""
         return 0 in self.listed
 
-    def named_end(self, strand: int) -> int:
+    def hashes_end(self, strand: int) -> int:
         """Return the position after the last nonzero hash in a strand (trie part), or 0 if none."""
         row = self.rows.get(strand)
         if row is None:
@@ -218,43 +218,43 @@ class EngineHashes:
         else:
             row[start : start + len(packed)] = packed
 
-    def is_told_apart(self, names: Sequence[int]) -> bool:
+    def is_told_apart(self, hashes: Sequence[int]) -> bool:
         """Whether these hashes must be removed one by one, because a block was stored repeatedly or
         has several hashes, or because several blocks have the same hash."""
         if self.aliases or self.listed:
             return True
-        return bool(self.copies) and not self.copies.keys().isdisjoint(names)
+        return bool(self.copies) and not self.copies.keys().isdisjoint(hashes)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
         """Like `take`, but looks up each hash alone. Needed if is_told_apart() returns True."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
-            name = int.from_bytes(packed[at : at + 8], "little")
-            if self.copies and self.take_copy(name):
+            engine_hash = int.from_bytes(packed[at : at + 8], "little")
+            if self.copies and self.take_copy(engine_hash):
                 continue
-            if name in self.aliases:
-                self.forget_alias(name)
+            if engine_hash in self.aliases:
+                self.forget_alias(engine_hash)
                 continue
-            address = self.find(name)
+            address = self.find(engine_hash)
             if address in self.alias_at:
-                self._rename(address, name)
+                self._rehash(address, engine_hash)
             elif address != NOWHERE:
                 self.discard(address)
                 strand = address >> POSITION_BITS
                 gone[strand] = gone.get(strand, 0) | 1 << (address & POSITION_MASK)
         return gone
 
-    def _rename(self, address: int, name: int) -> None:
-        """Replace `name` in the row, at `address`, by the block's next hash (its oldest alias)."""
-        names = self.alias_at[address]
-        alias = names.pop(0)
-        if not names:
+    def _rehash(self, address: int, engine_hash: int) -> None:
+        """Replace a hash in the row, at `address`, by the block's next one (its oldest alias)."""
+        hashes = self.alias_at[address]
+        alias = hashes.pop(0)
+        if not hashes:
             del self.alias_at[address]
         del self.aliases[alias]
         self.extra -= 1
-        self.drop_name(name, address)
+        self.drop_hash(engine_hash, address)
         self.add(address, alias.to_bytes(8, "little"))
-        self.renamed.append(address >> POSITION_BITS)
+        self.rehashed.append(address >> POSITION_BITS)
 
 
 # -- a dict, for the interpreted form --------------------------------------------------------------
@@ -267,20 +267,20 @@ class HashesInDict(EngineHashes):
         super().__init__()
         self._at: dict[int, int] = {}
 
-    def find(self, name: int) -> int:
-        if self.aliases and name in self.aliases:
-            return self.aliases[name]
-        if self.listed and name in self.listed:
-            return self.listed[name][-1]
-        return self._at.get(name, NOWHERE)
+    def find(self, engine_hash: int) -> int:
+        if self.aliases and engine_hash in self.aliases:
+            return self.aliases[engine_hash]
+        if self.listed and engine_hash in self.listed:
+            return self.listed[engine_hash][-1]
+        return self._at.get(engine_hash, NOWHERE)
 
     def take(self, packed: bytes) -> dict[int, int]:
-        names = u64s(len(packed) >> 3).unpack(packed)
-        if self.is_told_apart(names):
+        hashes = u64s(len(packed) >> 3).unpack(packed)
+        if self.is_told_apart(hashes):
             return self.take_each(packed)
         gone: dict[int, int] = {}
         low, high = 0, NOWHERE
-        for address in map(self._at.pop, names, repeat(NOWHERE)):
+        for address in map(self._at.pop, hashes, repeat(NOWHERE)):
             if address == NOWHERE:
                 continue
             if high != NOWHERE and address == low - 1 and low & POSITION_MASK:
@@ -296,27 +296,27 @@ class HashesInDict(EngineHashes):
         return gone
 
     def add(self, address: int, packed: bytes) -> None:
-        names: Sequence[int] = u64s(len(packed) >> 3).unpack(packed)
-        for name in names if self.aliases else ():
-            self.forget_alias(name)
+        hashes: Sequence[int] = u64s(len(packed) >> 3).unpack(packed)
+        for engine_hash in hashes if self.aliases else ():
+            self.forget_alias(engine_hash)
         at, listed = self._at, self.listed
-        if len(names) > 1 and not listed and 0 not in names and at.keys().isdisjoint(names):
-            at.update(zip(names, range(address, address + len(names)), strict=True))
+        if len(hashes) > 1 and not listed and 0 not in hashes and at.keys().isdisjoint(hashes):
+            at.update(zip(hashes, range(address, address + len(hashes)), strict=True))
         else:
-            for each, name in enumerate(names, address):
-                if not name or name in listed:
-                    listed.setdefault(name, []).append(each)
-                elif name in at:
-                    listed[name] = [at.pop(name), each]
+            for each, engine_hash in enumerate(hashes, address):
+                if not engine_hash or engine_hash in listed:
+                    listed.setdefault(engine_hash, []).append(each)
+                elif engine_hash in at:
+                    listed[engine_hash] = [at.pop(engine_hash), each]
                 else:
-                    at[name] = each
+                    at[engine_hash] = each
         self.write_row(address, packed)
 
-    def _forget(self, name: int) -> None:
-        del self._at[name]
+    def _forget(self, engine_hash: int) -> None:
+        del self._at[engine_hash]
 
-    def _put(self, name: int, address: int) -> None:
-        self._at[name] = address
+    def _put(self, engine_hash: int, address: int) -> None:
+        self._at[engine_hash] = address
 
     def dismantled(self) -> Iterator[None]:
         yield from self.dismantled_extra()

@@ -31,9 +31,9 @@ _MOST_SLOTS: Final[i64] = 1024
 _MOST_BITS: Final[i64] = 16
 
 
-def mixed(name: i64) -> i64:
+def mixed(engine_hash: i64) -> i64:
     """Mix the bits of a hash. Return a number from 0 to 2^62 - 1."""
-    product: i64 = ((name ^ (name >> 32)) * _MIX) & _POSITIVE
+    product: i64 = ((engine_hash ^ (engine_hash >> 32)) * _MIX) & _POSITIVE
     return (product ^ (product >> 32)) & _POSITIVE
 
 
@@ -41,45 +41,45 @@ class _Segment:
     """Part of a hash table: the hashes whose mixed values have the same low `bits` bits."""
 
     def __init__(self, slots: i64, bits: i64) -> None:
-        self.names = vec[i64]([0] * slots)
+        self.hashes = vec[i64]([0] * slots)
         self.values = vec[i32]([0] * slots)
         self.used: i64 = 0
         self.bits = bits
 
-    def slot_of(self, name: i64, hashed: i64) -> i64:
+    def slot_of(self, engine_hash: i64, hashed: i64) -> i64:
         """Return the slot of a hash. If the hash is absent, return ~slot for a free slot."""
-        names = self.names
-        mask: i64 = i64(len(names)) - 1
+        hashes = self.hashes
+        mask: i64 = i64(len(hashes)) - 1
         at: i64 = (hashed >> 20) & mask
-        found: i64 = names[at]
-        while found != name:
+        found: i64 = hashes[at]
+        while found != engine_hash:
             if found == 0:
                 return ~at
             at = (at + 1) & mask
-            found = names[at]
+            found = hashes[at]
         return at
 
-    def put(self, at: i64, name: i64, value: i32) -> None:
+    def put(self, at: i64, engine_hash: i64, value: i32) -> None:
         """Write a hash and its value into a free slot."""
-        self.names[at] = name
+        self.hashes[at] = engine_hash
         self.values[at] = value
         self.used += 1
 
     def free(self, hole: i64) -> None:
         """Empty a slot, and close the gap that this leaves in the probe sequence."""
-        names, values = self.names, self.values
-        mask: i64 = i64(len(names)) - 1
+        hashes, values = self.hashes, self.values
+        mask: i64 = i64(len(hashes)) - 1
         at: i64 = (hole + 1) & mask
-        name: i64 = names[at]
-        while name != 0:
-            home: i64 = (mixed(name) >> 20) & mask
+        engine_hash: i64 = hashes[at]
+        while engine_hash != 0:
+            home: i64 = (mixed(engine_hash) >> 20) & mask
             if ((at - home) & mask) >= ((at - hole) & mask):
-                self.names[hole] = name
+                self.hashes[hole] = engine_hash
                 self.values[hole] = values[at]
                 hole = at
             at = (at + 1) & mask
-            name = names[at]
-        self.names[hole] = 0
+            engine_hash = hashes[at]
+        self.hashes[hole] = 0
         self.used -= 1
 
 
@@ -93,34 +93,34 @@ class HashTable:
         first: i64 = _FIRST_SLOTS if most_slots > _FIRST_SLOTS else most_slots
         self._segments: list[_Segment] = [_Segment(first, 0)]
 
-    def get(self, name: i64) -> i64:
+    def get(self, engine_hash: i64) -> i64:
         """Return the value of a hash, or ABSENT."""
-        hashed: i64 = mixed(name)
+        hashed: i64 = mixed(engine_hash)
         segment = self._segments[hashed & ((1 << self._bits) - 1)]
-        at: i64 = segment.slot_of(name, hashed)
+        at: i64 = segment.slot_of(engine_hash, hashed)
         return ABSENT if at < 0 else i64(segment.values[at]) + _HALF_U32
 
-    def add(self, name: i64, value: i64) -> bool:
+    def add(self, engine_hash: i64, value: i64) -> bool:
         """Map a hash to a value. Return False, and do nothing, if the hash is in the table."""
-        hashed: i64 = mixed(name)
+        hashed: i64 = mixed(engine_hash)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
-        at: i64 = segment.slot_of(name, hashed)
+        at: i64 = segment.slot_of(engine_hash, hashed)
         if at >= 0:
             return False
-        while (segment.used + 1) * 5 > i64(len(segment.names)) * 4:
+        while (segment.used + 1) * 5 > i64(len(segment.hashes)) * 4:
             self._grow(index)
             index = hashed & ((1 << self._bits) - 1)
             segment = self._segments[index]
-            at = segment.slot_of(name, hashed)
-        segment.put(~at, name, i32(value - _HALF_U32))
+            at = segment.slot_of(engine_hash, hashed)
+        segment.put(~at, engine_hash, i32(value - _HALF_U32))
         return True
 
-    def pop(self, name: i64) -> i64:
+    def pop(self, engine_hash: i64) -> i64:
         """Remove a hash. Return the value of the hash, or ABSENT."""
-        hashed: i64 = mixed(name)
+        hashed: i64 = mixed(engine_hash)
         segment = self._segments[hashed & ((1 << self._bits) - 1)]
-        at: i64 = segment.slot_of(name, hashed)
+        at: i64 = segment.slot_of(engine_hash, hashed)
         if at < 0:
             return ABSENT
         value: i64 = i64(segment.values[at]) + _HALF_U32
@@ -135,7 +135,7 @@ class HashTable:
 
     def _grow(self, index: i64) -> None:
         segment = self._segments[index]
-        slots: i64 = i64(len(segment.names))
+        slots: i64 = i64(len(segment.hashes))
         if slots < self._most_slots or segment.bits >= _MOST_BITS:
             larger = _Segment(slots * 2, segment.bits)
             _move(segment, larger, larger)
@@ -163,22 +163,22 @@ class HashTable:
 
 def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
     """Distribute all entries of a segment to two segments, by the next bit of each mixed hash."""
-    names = segment.names
+    hashes = segment.hashes
     at: i64 = 0
-    end: i64 = i64(len(names))
+    end: i64 = i64(len(hashes))
     while at < end:
-        name: i64 = names[at]
-        if name != 0:
-            hashed: i64 = mixed(name)
+        engine_hash: i64 = hashes[at]
+        if engine_hash != 0:
+            hashed: i64 = mixed(engine_hash)
             into = high if (hashed >> segment.bits) & 1 else low
-            into.put(~into.slot_of(name, hashed), name, segment.values[at])
+            into.put(~into.slot_of(engine_hash, hashed), engine_hash, segment.values[at])
         at += 1
 
 
 # -- a rank's engine hashes ------------------------------------------------------------------------
 # A rank's engine hashes in a packed table: for the compiled form.
 #
-# Names are signed here, as in the table. A name takes 25 bytes with its row, against 130 bytes with
+# Hashes are signed here, as in the table. One takes 25 bytes with its row, against 130 bytes with
 # dicts.
 
 
@@ -190,12 +190,12 @@ class HashesPacked(EngineHashes):
         super().__init__()
         self._table = HashTable(most_slots)
 
-    def find(self, name: int) -> int:
-        if self.aliases and name in self.aliases:
-            return self.aliases[name]
-        if self.listed and name in self.listed:
-            return self.listed[name][-1]
-        return NOWHERE if name == 0 else self._table.get(_signed(name))
+    def find(self, engine_hash: int) -> int:
+        if self.aliases and engine_hash in self.aliases:
+            return self.aliases[engine_hash]
+        if self.listed and engine_hash in self.listed:
+            return self.listed[engine_hash][-1]
+        return NOWHERE if engine_hash == 0 else self._table.get(_signed(engine_hash))
 
     def take(self, packed: bytes) -> dict[int, int]:
         if (self.extra or self.listed) and self.is_told_apart(
@@ -209,9 +209,9 @@ class HashesPacked(EngineHashes):
         low: i64 = 0  # where a stretch of consecutive addresses begins
         high: i64 = -2
         while at < end:
-            name: i64 = read_i64_le(packed, at)
+            engine_hash: i64 = read_i64_le(packed, at)
             at += 8
-            address: i64 = table.pop(name) if name != 0 else NOWHERE
+            address: i64 = table.pop(engine_hash) if engine_hash != 0 else NOWHERE
             if address < 0:
                 continue
             # Engines evict neighbours together, mostly at the end of a prompt.
@@ -237,21 +237,21 @@ class HashesPacked(EngineHashes):
         end: i64 = len(packed)
         is_listed = bool(self.listed)
         while start < end:
-            name: i64 = read_i64_le(packed, start)
-            if name == 0 or (is_listed and _unsigned(name) in self.listed):
-                self.listed.setdefault(_unsigned(name), []).append(first)
-            elif not table.add(name, first):
-                self.listed[_unsigned(name)] = [table.pop(name), first]
+            engine_hash: i64 = read_i64_le(packed, start)
+            if engine_hash == 0 or (is_listed and _unsigned(engine_hash) in self.listed):
+                self.listed.setdefault(_unsigned(engine_hash), []).append(first)
+            elif not table.add(engine_hash, first):
+                self.listed[_unsigned(engine_hash)] = [table.pop(engine_hash), first]
                 is_listed = True
             first += 1
             start += 8
         self.write_row(address, packed)
 
-    def _forget(self, name: int) -> None:
-        self._table.pop(_signed(name))
+    def _forget(self, engine_hash: int) -> None:
+        self._table.pop(_signed(engine_hash))
 
-    def _put(self, name: int, address: int) -> None:
-        self._table.add(_signed(name), address)
+    def _put(self, engine_hash: int, address: int) -> None:
+        self._table.add(_signed(engine_hash), address)
 
     def dismantled(self) -> Iterator[None]:
         yield from self.dismantled_extra()
@@ -259,9 +259,9 @@ class HashesPacked(EngineHashes):
             yield
 
 
-def _signed(name: int) -> int:
-    return name - (1 << 64) if name >> 63 else name
+def _signed(engine_hash: int) -> int:
+    return engine_hash - (1 << 64) if engine_hash >> 63 else engine_hash
 
 
-def _unsigned(name: int) -> int:
-    return name & ((1 << 64) - 1)
+def _unsigned(engine_hash: int) -> int:
+    return engine_hash & ((1 << 64) - 1)

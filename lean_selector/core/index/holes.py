@@ -72,7 +72,7 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
     for bit in bits_of(holders):
         rank = device.ranks.rank_in(strand, bit)
         if rank is not None:
-            kept += len(rank.names.rows[strand]) >> 3
+            kept += len(rank.hashes.rows[strand]) >> 3
         looked_at += 1
         if looked_at > _RANKS_PER_STEP:
             looked_at = 0

@@ -30,7 +30,7 @@ class RankDump:
     def is_whole(self) -> bool:
         """Whether no block was left out, no engine hash stands for several blocks, and few blocks
         are known to only some of the KV cache groups. Ask after the last slice."""
-        listed = self._rank.device.names.listed
+        listed = self._rank.device.hashes.listed
         if max(map(len, listed.values()), default=1) > 1:
             return False
         return not self._walk.has_omitted and self._facts.reports.unequal <= _MOST_UNEQUAL
@@ -51,19 +51,19 @@ class RankDump:
 
 
 def _salted(run: StoredRun, salts: dict[int, str]) -> StoredRun:
-    of_blocks = tuple([salts.get(name) for name in run.block_hashes])
+    of_blocks = tuple([salts.get(engine_hash) for engine_hash in run.block_hashes])
     return replace(run, salts=of_blocks) if any(of_blocks) else run
 
 
 def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
     key, tiers = rank.device.key, rank.lower
     for tier, held in zip(list(Tier)[1:], tiers, strict=False):
-        for parent, name, local in held.chains():
+        for parent, engine_hash, local in held.chains():
             if rank.lower is not tiers:
                 return  # all of them are gone
             parent_hash = int.from_bytes(parent, "little") if parent else None
-            block_hash, tokens_hash = unpack("<QQ", name + local)
-            copies = held.copies.get(name, 0) if held.copies else 0
+            block_hash, tokens_hash = unpack("<QQ", engine_hash + local)
+            copies = held.copies.get(engine_hash, 0) if held.copies else 0
             again = ((block_hash,) * copies,) if copies else None
             yield StoredRun(*key, tier, parent_hash, (block_hash,), (tokens_hash,), None, again)
 
@@ -81,19 +81,19 @@ class _DeviceWalk:
     def runs(self) -> Iterator[StoredRun]:
         """Yield the runs that the rank can match (no earlier block is missing), oldest first, but
         parents before children. The rank's blocks may change while the runs are yielded."""
-        rows = self._rank.names.rows
+        rows = self._rank.hashes.rows
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):
             # If the rank has no row for the strand, it holds nothing there now, and its bit may
             # belong to another rank.
-            if strand in self._rank.names.rows:
+            if strand in self._rank.hashes.rows:
                 steps = [step for run in self._trie.pieces(strand) for step in self._path_to(run)]
                 yield from steps
 
     def _path_to(self, run: Run) -> Iterator[StoredRun]:
         """Yield the runs from the prompt's start to `run` that were not yielded before, if the rank
         holds all blocks before `run`."""
-        told, cut_off, names = self._told, self._cut_off, self._rank.names
+        told, cut_off, engine_hashes = self._told, self._cut_off, self._rank.hashes
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
@@ -116,7 +116,9 @@ class _DeviceWalk:
             if leading << 3 == len(step.label):
                 told.add(step)
             if leading:
-                packed = names.rows[step.strand][step.start << 3 : step.start + leading << 3]
+                packed = engine_hashes.rows[step.strand][
+                    step.start << 3 : step.start + leading << 3
+                ]
                 hashes: tuple[int, ...] = unpack(f"<{leading}Q", packed)
                 yield StoredRun(
                     *self._rank.key,
@@ -125,23 +127,28 @@ class _DeviceWalk:
                     hashes,
                     unpack(f"<{leading}Q", step.label[: leading << 3]),
                     None,
-                    self._stored_again(step, hashes) if names.extra else None,
+                    self._stored_again(step, hashes) if engine_hashes.extra else None,
                 )
 
     def _stored_again(
         self, run: Run, hashes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], ...] | None:
-        names, address = self._rank.names, run.strand << POSITION_BITS | run.start
-        again = tuple([names.stored_again(address + at, name) for at, name in enumerate(hashes)])
+        engine_hashes, address = self._rank.hashes, run.strand << POSITION_BITS | run.start
+        again = tuple(
+            [
+                engine_hashes.stored_again(address + at, engine_hash)
+                for at, engine_hash in enumerate(hashes)
+            ]
+        )
         return again if any(again) else None
 
     def _holds_whole(self, run: Run) -> bool:
-        return bool(run.whole >> self._rank.bit & 1) and run.strand in self._rank.names.rows
+        return bool(run.whole >> self._rank.bit & 1) and run.strand in self._rank.hashes.rows
 
     def _parent_hash(self, run: Run) -> int | None:
         parent = run.parent
         if parent is None or parent.parent is None:
             return None
         end = parent.start + (len(parent.label) >> 3) - 1
-        name = self._rank.names.name_at(parent.strand << POSITION_BITS | end)
-        return int.from_bytes(name, "little")
+        engine_hash = self._rank.hashes.hash_at(parent.strand << POSITION_BITS | end)
+        return int.from_bytes(engine_hash, "little")

@@ -23,15 +23,15 @@ GroupState = tuple[list[int], list[Report] | None, list[tuple[int, bytes, dict[i
 
 class GroupReports:
     """Reports of one rank's full-attention groups. A `kind` is any number; reports of different
-    kinds do not follow each other. Names (engine hashes) are packed, 8 bytes each."""
+    kinds do not follow each other. Engine hashes are packed, 8 bytes each."""
 
     def __init__(self) -> None:
         # The group that is known to be the only one, and so need not be asked for; -1: none.
         self.only = -1
         self._groups: set[int] = set()
-        # The first reports: (group, kind, names). None: after so many, all groups are known.
+        # The first reports: (group, kind, hashes). None: after so many, all groups are known.
         self._first: list[Report] | None = []
-        # (kind, name) -> group -> how many reports it has more than the group with the fewest
+        # (kind, hash) -> group -> how many reports it has more than the group with the fewest
         self._ahead: OrderedDict[tuple[int, bytes], dict[int, int]] = OrderedDict()
 
     @property
@@ -54,7 +54,9 @@ class GroupReports:
         self._first = None if first is None else list(first)
         self._groups = set(groups)
         self.only = groups[0] if self._first is None and len(groups) == 1 else -1
-        self._ahead = OrderedDict([((kind, name), counts) for kind, name, counts in ahead])
+        self._ahead = OrderedDict(
+            [((kind, engine_hash), counts) for kind, engine_hash, counts in ahead]
+        )
 
     def join(self, group: int) -> None:
         """Record that a group stores blocks on which prefix matching relies."""
@@ -64,9 +66,9 @@ class GroupReports:
         self.only = -1
         if self._first is not None and len(self._groups) > 1:
             self._ahead.clear()
-            for earlier, kind, names in self._first:
+            for earlier, kind, hashes in self._first:
                 if earlier in self._groups:
-                    self._count_all(earlier, kind, names)
+                    self._count_all(earlier, kind, hashes)
 
     def leave(self, group: int) -> None:
         """Record that prefix matching does not rely on a group's blocks."""
@@ -74,39 +76,39 @@ class GroupReports:
             self._groups.remove(group)
             self._ahead.clear()
 
-    def leading(self, group: int, kind: int, names: bytes) -> bytes:
-        """Record a report. Return those of its names that no other group has reported before. A
+    def leading(self, group: int, kind: int, hashes: bytes) -> bytes:
+        """Record a report. Return those of its hashes that no other group has reported before. A
         report of a group that has stored nothing counts in any case."""
         if self._first is not None:
-            self._first.append((group, kind, names))
+            self._first.append((group, kind, hashes))
             if len(self._first) > _MOST_FIRST:
                 self._first = None
         if group not in self._groups:
-            return names
+            return hashes
         if len(self._groups) == 1:
             self.only = group if self._first is None else -1
-            return names
-        return self._count_all(group, kind, names)
+            return hashes
+        return self._count_all(group, kind, hashes)
 
-    def is_following(self, group: int, kind: int, names: bytes) -> bool:
-        """Whether other groups have reported all these names before. Records nothing."""
+    def is_following(self, group: int, kind: int, hashes: bytes) -> bool:
+        """Whether other groups have reported all these hashes before. Records nothing."""
         if group not in self._groups or not self._ahead:
             return False
-        for at in range(0, len(names), 8):
-            ahead = self._ahead.get((kind, names[at : at + 8]))
+        for at in range(0, len(hashes), 8):
+            ahead = self._ahead.get((kind, hashes[at : at + 8]))
             if ahead is None or ahead.get(group, 0) == max(ahead.values()):
                 return False
         return True
 
-    def _count_all(self, group: int, kind: int, names: bytes) -> bytes:
+    def _count_all(self, group: int, kind: int, hashes: bytes) -> bytes:
         found: list[bytes] = []
-        for at in range(0, len(names), 8):
-            name = names[at : at + 8]
-            if self._count(group, (kind, name)):
-                found.append(name)
+        for at in range(0, len(hashes), 8):
+            engine_hash = hashes[at : at + 8]
+            if self._count(group, (kind, engine_hash)):
+                found.append(engine_hash)
         while len(self._ahead) > _MOST_BLOCKS:
             self._ahead.popitem(last=False)
-        return names if len(found) << 3 == len(names) else b"".join(found)
+        return hashes if len(found) << 3 == len(hashes) else b"".join(found)
 
     def _count(self, group: int, report: tuple[int, bytes]) -> bool:
         """Count a group's report of one block. Return whether no other group has made it yet."""

@@ -104,10 +104,10 @@ class KvIndex:
         lower_tier_bound: int = DEFAULT_LOWER_TIER_BLOCKS,
         *,
         on_sweep: Callable[["KvIndex"], None] | None = None,
-        new_names: Callable[[], EngineHashes] = engine_hashes,
+        new_hashes: Callable[[], EngineHashes] = engine_hashes,
         bits: RankBits | None = None,
     ) -> None:
-        """`on_sweep` is called with this index when `sweep` gets work. `new_names` creates one
+        """`on_sweep` is called with this index when `sweep` gets work. `new_hashes` creates one
         rank's table of engine hashes. `bits` numbers each rank, perhaps for several objects."""
         self.block_size = block_size
         self.evicted = 0
@@ -123,7 +123,7 @@ class KvIndex:
         self.on_sweep = on_sweep
         # Bit numbers of ranks with a block, and of other keys if a user of the index acquires them.
         self.bits = RankBits() if bits is None else bits
-        self._device = DeviceTier(self.bits, new_names)
+        self._device = DeviceTier(self.bits, new_hashes)
         self._lower_matches = LowerMatches(self._device)
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
@@ -188,19 +188,19 @@ class KvIndex:
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
 
-    def leading_names(self, key: RankKey, local_hashes: bytes, most: int) -> tuple[int, ...]:
+    def leading_hashes(self, key: RankKey, local_hashes: bytes, most: int) -> tuple[int, ...]:
         """Return a rank's engine hashes of the leading blocks of a prompt that it holds on its
         device, of at most `most` blocks."""
         rank = self._ranks.get(key)
         if rank is None:
             return ()
-        bit, rows = rank.device.bit, rank.device.names.rows
+        bit, rows = rank.device.bit, rank.device.hashes.rows
         sets, path = self._device.match_sets(local_hashes)
         blocks = min(most, sum([blocks for blocks, ranks in sets if ranks >> bit & 1]))
-        names = bytearray()
+        engine_hashes = bytearray()
         for run in path if blocks else ():
-            names += rows.get(run.strand, b"")[run.start << 3 :][: len(run.label)]
-        return u64s(blocks).unpack(names[: blocks << 3])
+            engine_hashes += rows.get(run.strand, b"")[run.start << 3 :][: len(run.label)]
+        return u64s(blocks).unpack(engine_hashes[: blocks << 3])
 
     # What is known of a rank beside its blocks
 
@@ -234,37 +234,37 @@ class KvIndex:
         key: RankKey,
         tier: Tier,
         parent_hash: int | None,
-        names: bytes,
+        engine_hashes: bytes,
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
         """Apply a `stored` event: blocks after the block `parent_hash` (None: start of a prompt).
 
-        `names` has the blocks' engine hashes, which must satisfy `is_chain`; at least one, and as
-        many as local hashes. If the rank then exceeds its limit, its oldest blocks are evicted. If
-        `counted`, each block that the rank already held needs one more `removed` event from now on,
-        before it is dropped."""
-        blocks = len(names) >> 3
+        The engine hashes must satisfy `is_chain`; there is at least one, and as many local hashes.
+        If the rank then exceeds its limit, its oldest blocks are evicted. If `counted`, each block
+        that the rank already held needs one more `removed` event from now on, before it is dropped.
+        """
+        blocks = len(engine_hashes) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
-            self._store_lower(key, tier, parent, names, local_hashes, counted)
+            self._store_lower(key, tier, parent, engine_hashes, local_hashes, counted)
             return StoreResult.STORED
         if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (blocks >> 5))
         rank = self._ranks.get(key)
         address = NOWHERE
         if parent_hash is not None:
-            address = rank.device.names.find(parent_hash) if rank else NOWHERE
+            address = rank.device.hashes.find(parent_hash) if rank else NOWHERE
             if address == NOWHERE:
                 return StoreResult.UNKNOWN_PARENT
         if not self._device.has_room(blocks):
             return StoreResult.FULL
         rank = rank or self._admit(key)
-        self._device.store(rank.device, address, names, local_hashes, counted)
+        self._device.store(rank.device, address, engine_hashes, local_hashes, counted)
         bound = self.bounds.of(key[0])[0]
-        extra = rank.device.names.extra
+        extra = rank.device.hashes.extra
         if extra and rank.device.blocks + extra > bound:  # more blocks than the engine can hold
-            rank.device.names.forget_extra(rank.device.blocks + extra - bound)
+            rank.device.hashes.forget_extra(rank.device.blocks + extra - bound)
         if rank.device.blocks > bound:
             self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
             self._release_if_empty(key, rank)
@@ -272,48 +272,50 @@ class KvIndex:
                 self._start_review()
         return _STORED
 
-    def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event without tokens. Return how many of `names` (engine hashes) the
+    def store_known(self, key: RankKey, tier: Tier, engine_hashes: bytes, counted: bool) -> int:
+        """Apply a `stored` event without tokens. Return how many of `engine_hashes` the
         rank knew: on the device or, for a lower `tier`, on any tier. `counted`: as in `store`."""
         known = 0
-        for at in range(0, len(names), 8):
+        for at in range(0, len(engine_hashes), 8):
             rank = self._ranks.get(key)
             if rank is None:
                 break
-            name = names[at : at + 8]
-            address = rank.device.names.find(int.from_bytes(name, "little"))
+            engine_hash = engine_hashes[at : at + 8]
+            address = rank.device.hashes.find(int.from_bytes(engine_hash, "little"))
             if tier is _DEVICE:
                 if address == NOWHERE:
                     continue
-                self._device.announce(rank.device, address, int.from_bytes(name, "little"), counted)
+                self._device.announce(
+                    rank.device, address, int.from_bytes(engine_hash, "little"), counted
+                )
             else:
                 edge = None if address == NOWHERE else self._device.edge_to(rank.device, address)
                 for held in rank.lower if edge is None else ():
-                    edge = edge or held.edge_to(name)
+                    edge = edge or held.edge_to(engine_hash)
                 if edge is None:
                     continue
-                self._store_lower(key, tier, edge[:-8], name, edge[-8:], counted)
+                self._store_lower(key, tier, edge[:-8], engine_hash, edge[-8:], counted)
             known += 1
         return known
 
-    def knows(self, key: RankKey, tier: Tier, name: int) -> bool:
+    def knows(self, key: RankKey, tier: Tier, engine_hash: int) -> bool:
         """Whether a rank holds a block with this engine hash on a tier."""
         rank = self._ranks.get(key)
         if rank is None:
             return False
         if tier is _DEVICE:
-            return rank.device.names.find(name) != NOWHERE
-        packed = name.to_bytes(8, "little")
+            return rank.device.hashes.find(engine_hash) != NOWHERE
+        packed = engine_hash.to_bytes(8, "little")
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
-    def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Let blocks of `names` (engine hashes) need one `removed` event less, but at least one."""
+    def forget_copies(self, key: RankKey, engine_hashes: Sequence[int]) -> None:
+        """Let blocks of `engine_hashes` need one `removed` event less, but at least one."""
         rank = self._ranks.get(key)
-        for name in names if rank is not None else ():
+        for engine_hash in engine_hashes if rank is not None else ():
             assert rank is not None
-            rank.device.names.take_copy(name)
+            rank.device.hashes.take_copy(engine_hash)
 
-    def remove(self, key: RankKey, tier: Tier, names: bytes) -> int:
+    def remove(self, key: RankKey, tier: Tier, engine_hashes: bytes) -> int:
         """Apply a `removed` event to a rank's blocks with these engine hashes, 8 bytes each. Return
         how many of the blocks were dropped."""
         rank = self._ranks.get(key)
@@ -321,12 +323,12 @@ class KvIndex:
             return 0
         removed = 0
         if tier is _DEVICE:
-            removed = self._device.remove(rank.device, names)
+            removed = self._device.remove(rank.device, engine_hashes)
             self._until_review -= removed
         elif rank.lower:
             held = rank.lower[tier - 1]
-            for at in range(0, len(names), 8):
-                removed += held.remove(names[at : at + 8])
+            for at in range(0, len(engine_hashes), 8):
+                removed += held.remove(engine_hashes[at : at + 8])
         self._release_if_empty(key, rank)
         if self._until_review < 0:
             self._start_review()
@@ -471,17 +473,23 @@ class KvIndex:
     # Changing
 
     def _store_lower(
-        self, key: RankKey, tier: Tier, parent: bytes, names: bytes, local: bytes, counted: bool
+        self,
+        key: RankKey,
+        tier: Tier,
+        parent: bytes,
+        engine_hashes: bytes,
+        local: bytes,
+        counted: bool,
     ) -> None:
         if len(self._sweeps):
-            self.sweep(_STEPS_PER_EVENT + (len(names) >> 8))
+            self.sweep(_STEPS_PER_EVENT + (len(engine_hashes) >> 8))
         rank = self._ranks.get(key) or self._admit(key)
         if not rank.lower:
             self._lower_matches.admit(rank)
         held = rank.lower[tier - 1]
-        held.store(parent, names, local, counted)
+        held.store(parent, engine_hashes, local, counted)
         bound = self.bounds.of(key[0])[1]
-        self._evict_lower(held, bound, (len(names) >> 3) + _EVICTED_PER_STEP)
+        self._evict_lower(held, bound, (len(engine_hashes) >> 3) + _EVICTED_PER_STEP)
         self._release_if_empty(key, rank)
 
     def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:

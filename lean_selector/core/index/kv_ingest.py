@@ -275,7 +275,12 @@ class KvIngest:
         if size != self.block_size:
             self._store_known(rank, event, tier)
             return
-        key, names, parent, group = self._key, event.names, event.parent_hash, event.group_idx
+        key, engine_hashes, parent, group = (
+            self._key,
+            event.engine_hashes,
+            event.parent_hash,
+            event.group_idx,
+        )
         salt = event.cache_salt
         if salt is None and rank.salts and parent is not None:
             salt = _salt_of(rank, tier, parent)
@@ -287,7 +292,7 @@ class KvIngest:
         if is_eagle or event.mm_hashes or next_token is not None:
             try:
                 if next_token is not None:
-                    blocks = min(len(names) >> 3, (len(tokens) >> 2) // size)
+                    blocks = min(len(engine_hashes) >> 3, (len(tokens) >> 2) // size)
                     tokens = tokens[: (blocks * size) << 2] + packed_tokens([next_token])
                     is_eagle = True
                 local = any_local_hashes(tokens, size, seed, event.mm_hashes, is_eagle)
@@ -296,55 +301,57 @@ class KvIngest:
                 return
         else:
             local = packed_local_hashes(tokens, size, seed)
-        if event.fault is not None or not names or not local:
+        if event.fault is not None or not engine_hashes or not local:
             self._refuse(event.fault or "empty")
             return
-        if len(names) != len(local):
-            end = min(len(names), len(local))
-            names, local = names[:end], local[:end]
+        if len(engine_hashes) != len(local):
+            end = min(len(engine_hashes), len(local))
+            engine_hashes, local = engine_hashes[:end], local[:end]
         counted = not self._is_uncounted and (
-            not rank.reports_hits or self._is_copy(rank, tier, parent, names)
+            not rank.reports_hits or self._is_copy(rank, tier, parent, engine_hashes)
         )
         is_of_several = group is not None and counted and group != rank.reports.only
         if group is not None and is_of_several:
             rank.reports.join(group)
-            if rank.reports.is_following(group, tier << 1, names):
-                rank.reports.leading(group, tier << 1, names)
+            if rank.reports.is_following(group, tier << 1, engine_hashes):
+                rank.reports.leading(group, tier << 1, engine_hashes)
                 self._count_stored(event.part, 0)
                 return
         may_report = tier is _DEVICE and (parent is None or parent == rank.announced_end)
         before = self._index.blocks(*key, tier) if may_report else 0
-        result = self._index.store(key, tier, parent, names, local, counted)
+        result = self._index.store(key, tier, parent, engine_hashes, local, counted)
         if result is not _STORED:
             self._refuse(result.name.lower())
             return
         if self._is_out:
-            self._pay(tier, names)
+            self._pay(tier, engine_hashes)
         if group is not None and is_of_several:
-            self._undo_following(rank, group, tier, names)
+            self._undo_following(rank, group, tier, engine_hashes)
         if may_report:
-            self._note_report(rank, parent, names, before)
+            self._note_report(rank, parent, engine_hashes, before)
         else:
             rank.announced_end = None
         if self._on_stored is not None and tier is _DEVICE:
             self._on_stored(key, local)
-        self._count_stored(event.part, len(names) >> 3)
+        self._count_stored(event.part, len(engine_hashes) >> 3)
         self.stored_unlike_prompts += is_eagle is not self.is_eagle
         if salt is not None:
-            hashes = u64s(len(names) >> 3).unpack(names)
+            hashes = u64s(len(engine_hashes) >> 3).unpack(engine_hashes)
             remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
         if event.unknown_keys is not None:
             for kind, keys in event.unknown_keys.items():
                 self.counts.skip("block", f"extra_key_{kind}", keys)
 
-    def _undo_following(self, rank: LearnedFacts, group: int, tier: Tier, names: bytes) -> None:
+    def _undo_following(
+        self, rank: LearnedFacts, group: int, tier: Tier, engine_hashes: bytes
+    ) -> None:
         """Record a group's report of blocks that were just stored. Takes back those of them that
         another group has reported before."""
-        leading = rank.reports.leading(group, tier << 1, names)
-        if len(leading) < len(names):
+        leading = rank.reports.leading(group, tier << 1, engine_hashes)
+        if len(leading) < len(engine_hashes):
             there = {leading[at : at + 8] for at in range(0, len(leading), 8)}
-            each = [names[at : at + 8] for at in range(0, len(names), 8)]
-            following = b"".join([name for name in each if name not in there])
+            each = [engine_hashes[at : at + 8] for at in range(0, len(engine_hashes), 8)]
+            following = b"".join([engine_hash for engine_hash in each if engine_hash not in there])
             self._index.remove(self._key, tier, following)
 
     def _is_wanted(self, rank: LearnedFacts, event: BlockStored) -> bool:
@@ -377,18 +384,18 @@ class KvIngest:
         size = event.block_size
         if not size:
             return not event.tokens and event.fault is None
-        is_single = len(event.names) == 8 or event.tier is not _DEVICE
+        is_single = len(event.engine_hashes) == 8 or event.tier is not _DEVICE
         return self.block_size % size == 0 and is_single
 
     def _store_known(self, rank: LearnedFacts, event: BlockStored, tier: Tier) -> None:
         """Apply a stored event to blocks that the rank already holds, without using tokens."""
-        names, group = event.names, event.group_idx
-        leading = names
+        engine_hashes, group = event.engine_hashes, event.group_idx
+        leading = engine_hashes
         if group is not None and not self._is_uncounted:
             rank.reports.join(group)
-            leading = rank.reports.leading(group, tier << 1, names)
+            leading = rank.reports.leading(group, tier << 1, engine_hashes)
         blocks = self._index.store_known(self._key, tier, leading, not self._is_uncounted)
-        if blocks or len(leading) < len(names):
+        if blocks or len(leading) < len(engine_hashes):
             self._count_stored(_WHOLE, blocks)
             if self._is_out:
                 self._pay(tier, leading)
@@ -396,15 +403,17 @@ class KvIngest:
             self._refuse("partial" if event.block_size else "unknown_block")
             self.stored_partial += event.block_size > 0 and tier is _DEVICE
 
-    def _is_copy(self, rank: LearnedFacts, tier: Tier, parent: int | None, names: bytes) -> bool:
+    def _is_copy(
+        self, rank: LearnedFacts, tier: Tier, parent: int | None, engine_hashes: bytes
+    ) -> bool:
         """Whether blocks stored again by an engine that reports cache hits count once more, so that
         one more `removed` must follow."""
         if parent is not None or tier is not _DEVICE:
             return True
-        return not self._index.knows(self._key, tier, int.from_bytes(names[:8], "little"))
+        return not self._index.knows(self._key, tier, int.from_bytes(engine_hashes[:8], "little"))
 
     def _note_report(
-        self, rank: LearnedFacts, parent: int | None, names: bytes, before: int
+        self, rank: LearnedFacts, parent: int | None, engine_hashes: bytes, before: int
     ) -> None:
         """Look whether a stored event may report a cache hit: it has the first blocks of a prompt,
         more than one, and none of them is new. (A single block may be a prompt that was computed
@@ -419,10 +428,10 @@ class KvIngest:
             for hashes in rank.announced:
                 self._index.forget_copies(self._key, hashes)
             rank.announced.clear()
-        is_hit = parent is None and not is_new and len(names) > 8
-        rank.announced_end = int.from_bytes(names[-8:], "little") if is_hit else None
+        is_hit = parent is None and not is_new and len(engine_hashes) > 8
+        rank.announced_end = int.from_bytes(engine_hashes[-8:], "little") if is_hit else None
         if is_hit and not rank.reports_hits:
-            rank.announced.append(u64s(len(names) >> 3).unpack(names))
+            rank.announced.append(u64s(len(engine_hashes) >> 3).unpack(engine_hashes))
 
     def _count_stored(self, part: EventPart, blocks: int) -> None:
         if part is _WHOLE or part is EventPart.LAST:
@@ -442,11 +451,11 @@ class KvIngest:
         if (turn is Turn.EARLY or turn is Turn.AGAIN) and reason in _MAY_PASS:
             self.out_of_turn.leave(self._delivery)
 
-    def _pay(self, tier: Tier, names: bytes) -> None:
+    def _pay(self, tier: Tier, engine_hashes: bytes) -> None:
         """Remove blocks that were just stored late, but whose removal came early."""
         turn = self._delivery.turn
         if turn is Turn.LATE or turn is Turn.AGAIN:
-            due = self.out_of_turn.pay(self.dp_rank, tier, names)
+            due = self.out_of_turn.pay(self.dp_rank, tier, engine_hashes)
             if due:
                 self._index.remove(self._key, tier, due)
 
@@ -458,49 +467,55 @@ class KvIngest:
                 self.counts.skip("removed", reason or "unknown_medium", event.events)
             self._leave(reason or "unknown_medium")
             return
-        names = event.names
+        engine_hashes = event.engine_hashes
         if group is not None and group != rank.reports.only:
-            names = self._leading_removals(rank, group, tier, names)
+            engine_hashes = self._leading_removals(rank, group, tier, engine_hashes)
         self.counts.removed += event.events
         if self._is_out:
-            self.counts.blocks_removed += self._remove_early(tier, names)
+            self.counts.blocks_removed += self._remove_early(tier, engine_hashes)
         else:
-            self.counts.blocks_removed += self._index.remove(self._key, tier, names)
+            self.counts.blocks_removed += self._index.remove(self._key, tier, engine_hashes)
         if rank.salts:
-            self._forget_salts_of(rank, tier, names)
+            self._forget_salts_of(rank, tier, engine_hashes)
 
-    def _remove_early(self, tier: Tier, names: bytes) -> int:
+    def _remove_early(self, tier: Tier, engine_hashes: bytes) -> int:
         """Remove blocks. Return how many were dropped. Those that are not held are owed, because
         they may be in a batch that is missing."""
         removed = 0
-        for at in range(0, len(names), 8):
-            name = int.from_bytes(names[at : at + 8], "little")
-            if self._index.knows(self._key, tier, name):
-                removed += self._index.remove(self._key, tier, names[at : at + 8])
+        for at in range(0, len(engine_hashes), 8):
+            engine_hash = int.from_bytes(engine_hashes[at : at + 8], "little")
+            if self._index.knows(self._key, tier, engine_hash):
+                removed += self._index.remove(self._key, tier, engine_hashes[at : at + 8])
             else:
-                self.out_of_turn.owe(self.dp_rank, tier, name)
+                self.out_of_turn.owe(self.dp_rank, tier, engine_hash)
         return removed
 
-    def _leading_removals(self, rank: LearnedFacts, group: int, tier: Tier, names: bytes) -> bytes:
-        """Return which names of a group's removal no other group has removed before. A block that
+    def _leading_removals(
+        self, rank: LearnedFacts, group: int, tier: Tier, engine_hashes: bytes
+    ) -> bytes:
+        """Return which hashes of a group's removal no other group has removed before. A block that
         is not held, and in no batch that may come, does not count: other groups may have removed it
         before the first batch that we know."""
         reports, kind = rank.reports, tier << 1 | 1
         if not self._is_out:
             counting: list[bytes] = []
-            for at in range(0, len(names), 8):
-                name = names[at : at + 8]
-                is_held = self._index.knows(self._key, tier, int.from_bytes(name, "little"))
-                if is_held or reports.is_following(group, kind, name):
-                    counting.append(name)
-            names = b"".join(counting)
-        return reports.leading(group, kind, names)
+            for at in range(0, len(engine_hashes), 8):
+                engine_hash = engine_hashes[at : at + 8]
+                is_held = self._index.knows(self._key, tier, int.from_bytes(engine_hash, "little"))
+                if is_held or reports.is_following(group, kind, engine_hash):
+                    counting.append(engine_hash)
+            engine_hashes = b"".join(counting)
+        return reports.leading(group, kind, engine_hashes)
 
-    def _forget_salts_of(self, rank: LearnedFacts, tier: Tier, names: bytes) -> None:
+    def _forget_salts_of(self, rank: LearnedFacts, tier: Tier, engine_hashes: bytes) -> None:
         salts = rank.salts.get(tier)
-        for name in u64s(len(names) >> 3).unpack(names) if salts else ():
-            if salts and name in salts and not self._index.knows(self._key, tier, name):
-                del salts[name]
+        for engine_hash in u64s(len(engine_hashes) >> 3).unpack(engine_hashes) if salts else ():
+            if (
+                salts
+                and engine_hash in salts
+                and not self._index.knows(self._key, tier, engine_hash)
+            ):
+                del salts[engine_hash]
 
     def _learn(self, rank: LearnedFacts, group_idx: int, kind: str) -> None:
         groups = rank.is_prefix_group

@@ -173,23 +173,24 @@ class Edges:
             if not odd:
                 del self._odd[key]
 
-    def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
-        """Follow a prompt's `hashes` from byte `at` on, while all `ranks` have the blocks. `name`
-        is the engine hash of the block before. Return the last block's, and the byte after it."""
+    def along(self, ranks: int, engine_hash: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
+        """Follow a prompt's `hashes` from byte `at` on, while all `ranks` have the blocks.
+        `engine_hash` is that of the block before. Return the last block's, and the byte after it.
+        """
         if ranks & self.doubtful:
-            return name, at
+            return engine_hash, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
         edges, end = self._edges, len(hashes)
         while at < end:
-            edge = edges[hashes[at] & MASK].get(name + hashes[at : at + 8])
+            edge = edges[hashes[at] & MASK].get(engine_hash + hashes[at : at + 8])
             if edge is None:
                 break
             having = edge.ranks
             if having != alone and (having < 0 or ranks & ~having):
                 break
-            name = edge.child
+            engine_hash = edge.child
             at += 8
-        return name, at
+        return engine_hash, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
         """`key`: parent's engine hash, then child's local hash. Return the child's engine hash, and
@@ -243,61 +244,63 @@ class LowerTier:
     def __len__(self) -> int:
         return len(self._edge)
 
-    def edge_to(self, name: bytes) -> bytes | None:
+    def edge_to(self, engine_hash: bytes) -> bytes | None:
         """Return a block's parent hash + local hash; None if the block is not on this tier."""
-        return self._edge.get(name)
+        return self._edge.get(engine_hash)
 
-    def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
+    def store(
+        self, parent: bytes, engine_hashes: bytes, local: bytes, counted: bool = False
+    ) -> None:
         """Add consecutive blocks after `parent`. Stops at a block that contradicts the stored
         blocks: another engine hash for the same block, or the same engine hash for another block.
         With `counted`, a block that is stored again needs one more removal."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
-            name = names[at : at + 8]
-            if counted and mine.get(name) == parent + local[at : at + 8]:
-                self.copies[name] = self.copies.get(name, 0) + 1
+            engine_hash = engine_hashes[at : at + 8]
+            if counted and mine.get(engine_hash) == parent + local[at : at + 8]:
+                self.copies[engine_hash] = self.copies.get(engine_hash, 0) + 1
                 self.copies_revision += 1
-            elif not edges.store(bit, parent + local[at : at + 8], name, mine):
+            elif not edges.store(bit, parent + local[at : at + 8], engine_hash, mine):
                 return
-            parent = name
+            parent = engine_hash
 
-    def remove(self, name: bytes) -> bool:
+    def remove(self, engine_hash: bytes) -> bool:
         """Drop a block and return True; False if it needs further removals, or is not on this tier.
         Blocks after this block stay, but cannot match until the block returns."""
-        if self.copies and (copies := self.copies.pop(name, 0)):
+        if self.copies and (copies := self.copies.pop(engine_hash, 0)):
             self.copies_revision += 1
             if copies > 1:
-                self.copies[name] = copies - 1
+                self.copies[engine_hash] = copies - 1
             return False
-        edge = self._edge.pop(name, None)
+        edge = self._edge.pop(engine_hash, None)
         if edge is None:
             return False
-        self._edges.discard(self._bit, edge, name)
+        self._edges.discard(self._bit, edge, engine_hash)
         return True
 
     def drop_oldest(self, blocks: int) -> None:
         """Drop the oldest `blocks` blocks. The tier must have at least `blocks` blocks."""
         for _ in range(blocks):
-            name, edge = self._edge.popitem(last=False)
-            self.copies.pop(name, None)
-            self._edges.discard(self._bit, edge, name)
+            engine_hash, edge = self._edge.popitem(last=False)
+            self.copies.pop(engine_hash, None)
+            self._edges.discard(self._bit, edge, engine_hash)
 
     def dismantled(self) -> Iterator[None]:
         """Drop all blocks, some per step. Call `Edges.release` for the rank before."""
         while self._edge:
             for _ in range(min(_BLOCKS_PER_STEP, len(self._edge))):
-                name, edge = self._edge.popitem(last=False)
-                self._edges.discard_old(self._bit, edge, name)
+                engine_hash, edge = self._edge.popitem(last=False)
+                self._edges.discard_old(self._bit, edge, engine_hash)
             yield
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield (parent's engine hash, engine hash, local hash) of every block, oldest first.
         Blocks may be added and removed between two items."""
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
-        for name in list(dict.keys(self._edge)):
-            edge = self._edge.get(name)
+        for engine_hash in list(dict.keys(self._edge)):
+            edge = self._edge.get(engine_hash)
             if edge is not None:
-                yield edge[:-8], name, edge[-8:]
+                yield edge[:-8], engine_hash, edge[-8:]
 
 
 class Holdings:
@@ -313,7 +316,7 @@ class Holdings:
 
     def copies_revision(self) -> int:
         """Return a number that grows whenever a number of copies changes."""
-        return self.device.names.copies_revision + sum(
+        return self.device.hashes.copies_revision + sum(
             [held.copies_revision for held in self.lower]
         )
 
@@ -394,7 +397,7 @@ class LowerMatches:
                 if here := here & self._continuations.of(local_hashes, blocks << 3):
                     going_on[blocks] = going_on.get(blocks, 0) | here
         for blocks, here in going_on.items():
-            self._walk(self._device.last_names(here, path, blocks), blocks, local_hashes, found)
+            self._walk(self._device.last_hashes(here, path, blocks), blocks, local_hashes, found)
         if rest := rest & self._continuations.of(local_hashes, 0):
             self._walk([(ROOT, rest)], 0, local_hashes, found)
         return [
@@ -413,26 +416,26 @@ class LowerMatches:
         start, end = device << 3, len(local_hashes)
         # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
         # host tier). Ranks are split where their blocks differ.
-        parted = [(ranks, name, 0, start, start) for name, ranks in named]
+        parted = [(ranks, engine_hash, 0, start, start) for engine_hash, ranks in named]
         while parted:
-            ranks, name, tier, at, host_end = parted.pop()
+            ranks, engine_hash, tier, at, host_end = parted.pop()
             edges = self._tiers[tier]
             while ranks:
-                name, at = edges.along(ranks, name, local_hashes, at)
+                engine_hash, at = edges.along(ranks, engine_hash, local_hashes, at)
                 if at == end:
                     break
-                key = name + local_hashes[at : at + 8]
+                key = engine_hash + local_hashes[at : at + 8]
                 child, going = edges.follow(ranks, key)
                 if rest := ranks ^ going:
                     for other, having in edges.others(rest, key).items():
                         rest ^= having
                         parted.append((having, other, tier, at + 8, host_end))
                     if rest and tier < _LAST:
-                        parted.append((rest, name, tier + 1, at, host_end if tier else at))
+                        parted.append((rest, engine_hash, tier + 1, at, host_end if tier else at))
                     elif rest and at > start:
                         match = device, host_end - start >> 3, at - host_end >> 3
                         found[match] = found.get(match, 0) | rest
-                ranks, name, at = going, child, at + 8
+                ranks, engine_hash, at = going, child, at + 8
             if ranks and at > start:
                 if not tier:
                     host_end = at

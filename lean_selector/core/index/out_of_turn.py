@@ -91,9 +91,9 @@ class OutOfTurn:
         """Whether the event before the one at hand is left."""
         return delivery.at - 1 in self._left.get(delivery.seq, ())
 
-    def owe(self, dp_rank: int, tier: int, name: int) -> None:
+    def owe(self, dp_rank: int, tier: int, engine_hash: int) -> None:
         """Record that a block was removed which is not held, and may be in a missing batch."""
-        key = dp_rank, tier, name
+        key = dp_rank, tier, engine_hash
         self._owed[key] = self._owed.get(key, 0) + 1
         if len(self._owed) > MOST_OWED:
             self._owed.popitem(last=False)
@@ -104,16 +104,16 @@ class OutOfTurn:
         for key in [key for key in self._owed if key[0] == dp_rank]:
             del self._owed[key]
 
-    def pay(self, dp_rank: int, tier: int, names: bytes) -> bytes:
-        """Return the names, of those just stored (8 bytes each), whose removal is owed."""
+    def pay(self, dp_rank: int, tier: int, hashes: bytes) -> bytes:
+        """Return the hashes, of those just stored (8 bytes each), whose removal is owed."""
         if not self._owed:
             return b""
         due: list[bytes] = []
-        for at in range(0, len(names), 8):
-            key = dp_rank, tier, int.from_bytes(names[at : at + 8], "little")
+        for at in range(0, len(hashes), 8):
+            key = dp_rank, tier, int.from_bytes(hashes[at : at + 8], "little")
             owed = self._owed.pop(key, 0)
             if owed:
-                due.append(names[at : at + 8])
+                due.append(hashes[at : at + 8])
                 if owed > 1:
                     self._owed[key] = owed - 1
         return b"".join(due)

@@ -69,19 +69,19 @@ class RoutedPrompts:
         self,
         key: RankKey,
         local_hashes: bytes,
-        names: bytes,
+        engine_hashes: bytes,
         now: float,
         known_blocks: int | None = None,
     ) -> None:
-        """Add a prompt that was routed to a rank. `local_hashes` and `names` (sequence hashes) have
-        8 bytes per complete block. If they have different lengths, nothing is added. Events can
-        report only the first `known_blocks` (None: all)."""
-        if not local_hashes or len(local_hashes) != len(names):
+        """Add a prompt that was routed to a rank. `local_hashes` and `engine_hashes` (in place of
+        them, sequence hashes) have 8 bytes per complete block. If they have different lengths,
+        nothing is added. Events can report only the first `known_blocks` (None: all)."""
+        if not local_hashes or len(local_hashes) != len(engine_hashes):
             return
         rank = self._ranks.get(key)
         if rank is None:
             rank = self._ranks[key] = RankPrompts()
-        run, new_blocks = rank.trie.insert(names, _ALONE)
+        run, new_blocks = rank.trie.insert(engine_hashes, _ALONE)
         prompt = rank.recent.get(run)
         if prompt is not None:
             rank.trie.remove(run, _ALONE, self._no_weights)
@@ -103,17 +103,19 @@ class RoutedPrompts:
         bound = min(self._bounds.get(key[0], bound), bound)
         while rank.blocks > bound and len(rank.recent) > 1:
             self._forget_oldest(key, rank)
-        start = len(names) - new_blocks * HASH_BYTES
-        parent = int.from_bytes(names[start - HASH_BYTES : start], "little") if start else None
-        if is_chain(parent, u64s(new_blocks).unpack(names[start:])):
-            self.index.store(key, Tier.DEVICE, parent, names[start:], local_hashes[start:])
+        start = len(engine_hashes) - new_blocks * HASH_BYTES
+        parent = (
+            int.from_bytes(engine_hashes[start - HASH_BYTES : start], "little") if start else None
+        )
+        if is_chain(parent, u64s(new_blocks).unpack(engine_hashes[start:])):
+            self.index.store(key, Tier.DEVICE, parent, engine_hashes[start:], local_hashes[start:])
 
-    def take_back(self, key: RankKey, names: bytes) -> None:
+    def take_back(self, key: RankKey, engine_hashes: bytes) -> None:
         """Undo one `add`, because the rank computed nothing of the prompt."""
         rank = self._ranks.get(key)
-        if rank is None or not names:
+        if rank is None or not engine_hashes:
             return
-        run, _ = rank.trie.insert(names, _ALONE)  # finds the run
+        run, _ = rank.trie.insert(engine_hashes, _ALONE)  # finds the run
         prompt = rank.recent.get(run)
         rank.trie.remove(run, _ALONE, self._no_weights)
         if prompt is not None:
@@ -170,11 +172,11 @@ class RoutedPrompts:
             rank.ends[last].remove(run)
             if not rank.ends[last]:
                 del rank.ends[last]
-        names = rank.trie.hashes_of(run)
+        engine_hashes = rank.trie.hashes_of(run)
         gone = rank.trie.remove(run, _ALONE, self._no_weights)
         if gone:
             rank.blocks -= gone
-            self.index.remove(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
+            self.index.remove(key, Tier.DEVICE, engine_hashes[-gone * HASH_BYTES :])
 
     def drop_rank(self, key: RankKey) -> None:
         """Drop the prompts of a rank that was removed or whose cache was emptied."""

@@ -107,7 +107,7 @@ class BlockStored(msgspec.Struct, gc=False):
     """Consecutive blocks that the engine now holds on one tier. Lists are packed into bytes; they
     may have different lengths, or end within a block."""
 
-    names: bytes  # the engine's own hashes of the blocks, u64 little-endian, in chain order
+    engine_hashes: bytes  # the engine's own hashes of the blocks, u64 little-endian, in chain order
     parent_hash: int | None  # None: the chain starts a prompt; 0 is a valid hash
     tokens: bytes  # u32, little-endian; at most those of the blocks
     block_size: int  # the engine's, in tokens
@@ -133,7 +133,7 @@ class BlockRemoved(msgspec.Struct, gc=False):
     their blocks form one record, because engines send one event per evicted block. A long event is
     split into several records. `events` counts the events that end in this record."""
 
-    names: bytes  # u64, little-endian
+    engine_hashes: bytes  # u64, little-endian
     tier: Tier | None
     group_idx: int | None = None
     kind: str | None = None

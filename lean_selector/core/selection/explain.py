@@ -249,5 +249,5 @@ def _hint(
                 most, source, endpoint = match.device, other, where
     if source is load:
         return None
-    names = partition.index.leading_names(source.key, local_hashes, most)
-    return FetchHint(names, endpoint) if names else None  # else predicted, or of another source
+    hashes = partition.index.leading_hashes(source.key, local_hashes, most)
+    return FetchHint(hashes, endpoint) if hashes else None  # else predicted, or of another source

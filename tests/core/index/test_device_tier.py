@@ -57,7 +57,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
         rank = self.ranks.get(key)
         if rank is None:
             rank = self.ranks[key] = self.tier.ranks.admit(key)
-        address = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
+        address = rank.hashes.find(self.held[key][prompt[:start]]) if start else NOWHERE
         paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
         names = [name_of(seed, path) for path in paths]
         local = pack(prompt[start : start + blocks])
@@ -89,7 +89,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def drop_a_place(self, key: RankKey, data: st.DataObject) -> None:
         if key in self.ranks:
             rank, path = self.ranks[key], data.draw(st.sampled_from(sorted(self.held[key])))
-            address = rank.names.find(self.held[key].pop(path))
+            address = rank.hashes.find(self.held[key].pop(path))
             strand, position = address >> POSITION_BITS, address & POSITION_MASK
             assert self.tier.held_in(rank, strand) >> position & 1
             self.tier.drop(rank, strand, 1 << position)
@@ -99,10 +99,10 @@ class DeviceTierMachine(RuleBasedStateMachine):
     def cut_all_ends(self) -> None:
         for strand in list(self.tier.trie.strands):
             for rank in self.ranks.values():
-                if strand in rank.names.rows:
+                if strand in rank.hashes.rows:
                     self.tier.cut_row(rank, strand)
                     held = self.tier.held_in(rank, strand)
-                    assert len(rank.names.rows[strand]) >> 3 == held.bit_length()
+                    assert len(rank.hashes.rows[strand]) >> 3 == held.bit_length()
             self.tier.cut_label(strand)
 
     @rule(key=st.sampled_from(KEYS))
@@ -119,7 +119,7 @@ class DeviceTierMachine(RuleBasedStateMachine):
                 self.sweeps.pop(0)
 
     def keep_what_is_named(self, key: RankKey) -> None:
-        names = self.ranks[key].names
+        names = self.ranks[key].hashes
         self.held[key] = {
             path: name for path, name in self.held[key].items() if names.find(name) != NOWHERE
         }
@@ -148,17 +148,17 @@ class DeviceTierMachine(RuleBasedStateMachine):
                     if mine := ranks & 1 << self.ranks[key].bit:
                         name = pack([self.held[key][prompt[:blocks]]])
                         alike[name] = alike.get(name, 0) | mine
-                assert dict(self.tier.last_names(ranks, path, blocks)) == alike
+                assert dict(self.tier.last_hashes(ranks, path, blocks)) == alike
 
     @invariant()
     def each_block_is_in_its_place(self) -> None:
         for key, rank in self.ranks.items():
             assert rank.blocks == len(self.held[key])
-            rows = sum(self.tier.held_in(rank, strand).bit_count() for strand in rank.names.rows)
+            rows = sum(self.tier.held_in(rank, strand).bit_count() for strand in rank.hashes.rows)
             assert rows == rank.blocks
             for path, name in self.held[key].items():
-                address = rank.names.find(name)
-                assert rank.names.name_at(address) == pack([name])
+                address = rank.hashes.find(name)
+                assert rank.hashes.hash_at(address) == pack([name])
                 run, at = self.tier.trie.resolve(address)
                 assert run.held_by(rank.bit) >> at & 1
                 assert run.label[at << 3 : (at + 1) << 3] == pack(path[-1:])
@@ -203,7 +203,7 @@ class Fleet:
     def store(self, number: int, end: int, seed: int = 1, start: int = 0) -> None:
         """What comes before `start` the rank has under the names of seed 1."""
         names = [name_of(seed, SIX[: at + 1]) for at in range(start, end)]
-        parent = self.ranks[number].names.find(name_of(1, SIX[:start])) if start else NOWHERE
+        parent = self.ranks[number].hashes.find(name_of(1, SIX[:start])) if start else NOWHERE
         self.tier.store(self.ranks[number], parent, pack(names), pack(SIX[start:end]))
 
     def remove(self, number: int, start: int, seed: int = 1) -> None:
@@ -224,7 +224,7 @@ class Fleet:
     def names(self, blocks: int) -> dict[bytes, int]:
         sets, path = self.tier.match_sets(pack(SIX[:blocks]))
         ranks = sum(mask for there, mask in sets if there == blocks)
-        return dict(self.tier.last_names(ranks, path, blocks))
+        return dict(self.tier.last_hashes(ranks, path, blocks))
 
 
 def called(blocks: int, seed: int = 1) -> bytes:
@@ -240,7 +240,7 @@ def test_ranks_whose_engines_hash_alike_are_asked_once_for_a_name() -> None:
         assert fleet.odd == 0
         assert fleet.names(6) == {called(6): (1 << ranks) - 1}
         sets, path = fleet.tier.match_sets(pack(SIX))
-        lines[ranks] = lines_run(fleet.tier.last_names, sets[0][1], path, 6)
+        lines[ranks] = lines_run(fleet.tier.last_hashes, sets[0][1], path, 6)
     assert lines[400] == lines[40]
 
 

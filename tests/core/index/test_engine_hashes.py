@@ -176,20 +176,20 @@ class Names(RuleBasedStateMachine):
     def every_block_tells_its_first_name(self) -> None:
         if hasattr(self, "hashes"):
             for address, name in self.held.items():
-                assert self.hashes.name_at(address) == name.to_bytes(8, "little")
+                assert self.hashes.hash_at(address) == name.to_bytes(8, "little")
 
     @invariant()
     def rows_end_where_the_last_name_is(self) -> None:
         if not hasattr(self, "hashes"):
             return
-        assert self.hashes.has_unnamed() is (0 in self.held.values())
+        assert self.hashes.has_zero() is (0 in self.held.values())
         for strand in range(4):
             ends = [
                 (address & POSITION_MASK) + 1
                 for address, name in self.held.items()
                 if address >> POSITION_BITS == strand and name
             ]
-            assert self.hashes.named_end(strand) == max(ends, default=0)
+            assert self.hashes.hashes_end(strand) == max(ends, default=0)
 
 
 class PackedNames(Names):
@@ -252,13 +252,13 @@ def test_names_that_stand_once_are_removed_in_any_order(
         assert hashes.take(pack(removed)) == gone
         assert {name: hashes.find(name) for name in PLACES if name in left} == left
         assert all(hashes.find(name) == NOWHERE for name in PLACES if name not in left)
-        assert {address: hashes.name_at(address) for address in left.values()} == {
+        assert {address: hashes.hash_at(address) for address in left.values()} == {
             address: pack([name]) for name, address in left.items()
         }
         for first in ROWS:
             strand = first >> POSITION_BITS
             there = [address for address in left.values() if address >> POSITION_BITS == strand]
-            assert hashes.named_end(strand) == max(there, default=first - 1) + 1 - first
+            assert hashes.hashes_end(strand) == max(there, default=first - 1) + 1 - first
 
 
 @pytest.mark.parametrize("form", [HashesInDict, HashesPacked])

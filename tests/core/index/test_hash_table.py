@@ -37,7 +37,7 @@ def test_a_table_is_four_fifths_full_at_most() -> None:
     for count in range(1, 400):
         table.add(count, 0)
         size *= 1 if 5 * count <= 4 * size else 2
-        assert [len(each.names) for each in table._segments] == [size]
+        assert [len(each.hashes) for each in table._segments] == [size]
 
 
 def test_names_that_agree_in_what_chooses_a_segment_have_a_larger_one() -> None:
@@ -52,7 +52,7 @@ def test_names_that_agree_in_what_chooses_a_segment_have_a_larger_one() -> None:
         assert table.add(name, 7)
     assert [table.get(name) for name in alike] == [7] * 4
     assert table._segments[0].bits == 16
-    assert len(table._segments[0].names) == 8
+    assert len(table._segments[0].hashes) == 8
 
 
 def test_a_table_is_given_back_segment_by_segment() -> None:

@@ -17,7 +17,7 @@ def positions_kept(index: KvIndex) -> int:
     """8 bytes each: in the labels of runs, and in each rank's rows of names."""
     trie = index._device.trie
     labels = sum(len(run.label) for strand in trie.strands for run in trie.pieces(strand))
-    ranks = [rank.device.names for rank in index._ranks.values()]
+    ranks = [rank.device.hashes for rank in index._ranks.values()]
     return labels + sum(len(row) for names in ranks for row in names.rows.values()) >> 3
 
 

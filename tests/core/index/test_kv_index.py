@@ -166,11 +166,11 @@ def test_the_leading_names_are_the_engines_own_across_runs_and_forks() -> None:
     store(index, A, [1, 2, 3, 4])
     store(index, A, [1, 2, 7, 8], names=[101, 102, 207, 208])  # a run that forks
     store(index, B, [1, 2, 3], names=[11, 12, 13])
-    assert index.leading_names(A, pack([1, 2, 7, 8]), 4) == (101, 102, 207, 208)
-    assert index.leading_names(A, pack([1, 2, 3, 4]), 3) == (101, 102, 103)
-    assert index.leading_names(B, pack([1, 2, 3, 4]), 4) == (11, 12, 13)  # those that it holds
-    assert index.leading_names(C, pack([1]), 1) == ()
-    assert index.leading_names(B, pack([1, 2, 3, 4]), 0) == ()
+    assert index.leading_hashes(A, pack([1, 2, 7, 8]), 4) == (101, 102, 207, 208)
+    assert index.leading_hashes(A, pack([1, 2, 3, 4]), 3) == (101, 102, 103)
+    assert index.leading_hashes(B, pack([1, 2, 3, 4]), 4) == (11, 12, 13)  # those that it holds
+    assert index.leading_hashes(C, pack([1]), 1) == ()
+    assert index.leading_hashes(B, pack([1, 2, 3, 4]), 0) == ()
 
 
 # What is done at once, and what later

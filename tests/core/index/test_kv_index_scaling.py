@@ -77,7 +77,7 @@ def test_a_shared_run_loses_its_end_when_the_last_rank_lets_go_of_half() -> None
     remove_blocks(index, (0, 0), Tier.DEVICE, SHARED[120:150])
     assert len(run.label) >> 3 == 120
     for worker_id in (0, 5):
-        row = index._ranks[worker_id, 0].device.names.rows[run.strand]
+        row = index._ranks[worker_id, 0].device.hashes.rows[run.strand]
         assert len(row) >> 3 <= 120
     assert {key: hit.device for key, hit in matches(index, pack(SHARED)).items()} == {
         (0, 0): 120, (1, 0): 99, **{(worker, 0): 100 for worker in range(2, 10)}
