@@ -55,54 +55,56 @@ class DeviceRanks:
     def admit(self, key: RankKey) -> DeviceRank:
         """Return a new record for a rank that holds no blocks yet."""
         bit = self._bits.acquire(key)
-        rank = DeviceRank(key, bit, self._new_hashes())
+        device_rank = DeviceRank(key, bit, self._new_hashes())
         self.in_use |= 1 << bit
         self._by_bit += [None] * (bit + 1 - len(self._by_bit))
-        self._by_bit[bit] = rank
+        self._by_bit[bit] = device_rank
         if bit in self._swept:
             self.reborn |= 1 << bit
-        return rank
+        return device_rank
 
-    def release(self, rank: DeviceRank) -> None:
+    def release(self, device_rank: DeviceRank) -> None:
         """Free the record of a rank that holds no blocks."""
-        assert not rank.blocks
-        self._hide(rank)
-        self._bits.release(rank.key)
+        assert not device_rank.blocks
+        self._hide(device_rank)
+        self._bits.release(device_rank.key)
 
-    def retire(self, rank: DeviceRank) -> EngineHashes:
+    def retire(self, device_rank: DeviceRank) -> EngineHashes:
         """Take a rank out of look-ups, and return the engine hashes of its blocks. The caller must
         remove these blocks from the trie, then call `swept`."""
-        self._hide(rank)
-        hashes, rank.hashes, rank.blocks = rank.hashes, self._new_hashes(), 0
-        self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
+        self._hide(device_rank)
+        hashes, device_rank.hashes, device_rank.blocks = device_rank.hashes, self._new_hashes(), 0
+        self._swept[device_rank.bit] = self._swept.get(device_rank.bit, 0) + 1
         return hashes
 
-    def swept(self, rank: DeviceRank) -> None:
+    def swept(self, device_rank: DeviceRank) -> None:
         """Release the bit number of a retired rank, after its blocks were removed from the trie."""
-        bit = rank.bit
+        bit = device_rank.bit
         self._swept[bit] -= 1
         if not self._swept[bit]:
             del self._swept[bit]
             self.reborn &= ~(1 << bit)
-        self._bits.release(rank.key)
+        self._bits.release(device_rank.key)
 
-    def _hide(self, rank: DeviceRank) -> None:
-        bit = 1 << rank.bit
+    def _hide(self, device_rank: DeviceRank) -> None:
+        bit = 1 << device_rank.bit
         self.in_use ^= bit
         self.reborn &= ~bit
-        self._by_bit[rank.bit] = None
+        self._by_bit[device_rank.bit] = None
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
         """Return the rank with this bit number, or None if the rank holds no block of the strand (a
         part of the trie)."""
-        rank = self._by_bit[bit]
-        return rank if rank is not None and strand in rank.hashes.rows else None
+        device_rank = self._by_bit[bit]
+        return (
+            device_rank if device_rank is not None and strand in device_rank.hashes.rows else None
+        )
 
     def hash_at(self, bit: int, address: int) -> bytes:
         """Return the engine hash that a rank has for the block at this address in the trie."""
-        rank = self._by_bit[bit]
-        assert rank is not None
-        return rank.hashes.hash_at(address)
+        device_rank = self._by_bit[bit]
+        assert device_rank is not None
+        return device_rank.hashes.hash_at(address)
 
 
 # -- hash aliases ----------------------------------------------------------------------------------
@@ -155,11 +157,11 @@ class HashAliases:
         """Record that the rank's hashes of the strand's blocks may differ from other ranks'."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
-    def compare(self, rank: DeviceRank, run: Run, span: int, address: int) -> None:
+    def compare(self, device_rank: DeviceRank, run: Run, span: int, address: int) -> None:
         """Compare a rank's engine hashes of blocks in a run with those of other ranks. If hashes
         differ, or a comparison takes too long, record that they may differ. `span`: the blocks'
         positions in the run (a bit mask). `address`: the address of the first block in the trie."""
-        strand, bit = run.strand, rank.bit
+        strand, bit = run.strand, device_rank.bit
         mine = 1 << bit
         odd = self.of(strand)
         if odd & mine:
@@ -167,31 +169,33 @@ class HashAliases:
         others = run.whole & self._ranks.in_use & ~(odd | mine)
         for _ in range(_MAX_COMPARED):
             if not others:
-                if not self._agrees_with_parts(rank, run, span, address):
+                if not self._agrees_with_parts(device_rank, run, span, address):
                     break
                 return
             other = self._ranks.rank_in(strand, others.bit_length() - 1)
             if other is not None:
-                if not _hash_alike(rank, other, address, span.bit_count()):
+                if not _hash_alike(device_rank, other, address, span.bit_count()):
                     break
                 return
             others ^= 1 << (others.bit_length() - 1)  # an old bit of a rank that was retired
         self._odd[strand] = odd | mine
 
-    def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, address: int) -> bool:
+    def _agrees_with_parts(
+        self, device_rank: DeviceRank, run: Run, span: int, address: int
+    ) -> bool:
         """Whether the rank's hashes agree with those of ranks that hold only parts of the run."""
-        partial, mine = run.partial, 1 << rank.bit
-        if partial is None or (len(partial) == 1 and rank.bit in partial):
+        partial, mine = run.partial, 1 << device_rank.bit
+        if partial is None or (len(partial) == 1 and device_rank.bit in partial):
             return True
         ours = self._ranks.in_use & ~(self.of(run.strand) | mine)
-        longest, lead = rank, 0
+        longest, lead = device_rank, 0
         for leading, mask in run.leads():
             if leading > lead and mask & ours:
                 other = self._ranks.rank_in(run.strand, (mask & ours).bit_length() - 1)
                 if other is not None:
                     longest, lead = other, leading
         told = span & (1 << lead) - 1
-        if told and not _hash_alike(rank, longest, address, told.bit_count()):
+        if told and not _hash_alike(device_rank, longest, address, told.bit_count()):
             return False
         left = span ^ told
         if not left:
@@ -227,13 +231,13 @@ class DeviceTier:
         self.ranks = DeviceRanks(bits, new_hashes)
         self._odd = HashAliases(self.ranks)
 
-    def retire(self, rank: DeviceRank) -> Iterator[None]:
+    def retire(self, device_rank: DeviceRank) -> Iterator[None]:
         """Hide the blocks of a rank at once. Return an iterator that frees the memory in steps;
         the index may change between two steps."""
-        return self._sweep(rank, self.ranks.retire(rank))
+        return self._sweep(device_rank, self.ranks.retire(device_rank))
 
-    def _sweep(self, rank: DeviceRank, hashes: EngineHashes) -> Iterator[None]:
-        bit = rank.bit
+    def _sweep(self, device_rank: DeviceRank, hashes: EngineHashes) -> Iterator[None]:
+        bit = device_rank.bit
         while hashes.rows:
             strand, _ = hashes.rows.popitem()
             if self.ranks.rank_in(strand, bit) is None:
@@ -241,7 +245,7 @@ class DeviceTier:
                 self._settle(bit, strand)
             yield
         yield from hashes.dismantled()
-        self.ranks.swept(rank)
+        self.ranks.swept(device_rank)
 
     def _settle(self, bit: int, strand: int) -> None:
         """Remove a retired rank (by its bit number) from the holders of this part of the trie."""
@@ -295,7 +299,12 @@ class DeviceTier:
         return self._odd.hashes_at(ranks, run.strand << POSITION_BITS | run.start + last)
 
     def store(
-        self, rank: DeviceRank, parent: int, hashes: bytes, local: bytes, counted: bool = False
+        self,
+        device_rank: DeviceRank,
+        parent: int,
+        hashes: bytes,
+        local: bytes,
+        counted: bool = False,
     ) -> None:
         """Store a chain of blocks on a rank, after the block at the address `parent` in the trie,
         or NOWHERE for a prompt's start. `hashes`, `local`: the blocks' engine and local hashes, 8
@@ -308,15 +317,15 @@ class DeviceTier:
             # A prompt's end that only this rank holds: usual while an engine decodes.
             if (
                 position << 3 == len(run.label)
-                and run.whole == 1 << rank.bit
+                and run.whole == 1 << device_rank.bit
                 and run.partial is None
                 and run.children is None
                 and run.after is None
                 and run.start + position + (len(hashes) >> 3) <= STRAND_BLOCKS
             ):
                 run.label += local
-                rank.hashes.add(parent + 1, hashes)
-                rank.blocks += len(hashes) >> 3
+                device_rank.hashes.add(parent + 1, hashes)
+                device_rank.blocks += len(hashes) >> 3
                 return
         # Walk down the trie: let the rank hold the blocks that exist, and add the others.
         done = 0
@@ -326,31 +335,33 @@ class DeviceTier:
                 same = common_prefix(label, position << 3, local, done)
                 if same:
                     end = done + same
-                    self._hold(rank, run, position, hashes[done:end], counted)
+                    self._hold(device_rank, run, position, hashes[done:end], counted)
                     position += same >> 3
                     done = end
                 if done < len(local) and position << 3 < len(label):
                     run = self.trie.split(run, position)
                 continue
             child = run.children.get(local[done : done + 8]) if run.children else None
-            is_reborn = self.ranks.reborn >> rank.bit & 1
-            if child and is_reborn and child.strand not in rank.hashes.rows:
-                self._settle(rank.bit, child.strand)  # its only holder may be an old bit
+            is_reborn = self.ranks.reborn >> device_rank.bit & 1
+            if child and is_reborn and child.strand not in device_rank.hashes.rows:
+                self._settle(device_rank.bit, child.strand)  # its only holder may be an old bit
                 child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
                 run, position = child, 0
                 continue
-            run, position, end = self._extend(rank, run, local, done)
+            run, position, end = self._extend(device_rank, run, local, done)
             at = run.strand << POSITION_BITS | run.start + position
-            rank.hashes.add(at, hashes[done:end])
-            rank.blocks += end - done >> 3
+            device_rank.hashes.add(at, hashes[done:end])
+            device_rank.blocks += end - done >> 3
             position += end - done >> 3
             done = end
 
-    def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
+    def _extend(
+        self, device_rank: DeviceRank, run: Run, local: bytes, done: int
+    ) -> tuple[Run, int, int]:
         """Add the blocks of `local` after `run`, from byte `done` on, until the strand is full.
         Return the run that has them, the first one's position in it, and their end in `local`."""
-        mine = 1 << rank.bit
+        mine = 1 << device_rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
         others = 0
@@ -366,47 +377,51 @@ class DeviceTier:
         run.label += local[done:end]
         if run.whole != mine or run.partial:
             whole, run.whole = run.whole, 0
-            held = (1 << length) - 1 if whole & mine else (run.partial or {}).get(rank.bit, 0)
+            held = (
+                (1 << length) - 1 if whole & mine else (run.partial or {}).get(device_rank.bit, 0)
+            )
             for bit in bits_of(whole & ~mine):
                 run.set_held(bit, (1 << length) - 1)
-            run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
+            run.set_held(device_rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
         return run, length, end
 
     def _hold(
-        self, rank: DeviceRank, run: Run, position: int, hashes: bytes, counted: bool
+        self, device_rank: DeviceRank, run: Run, position: int, hashes: bytes, counted: bool
     ) -> None:
         """Record that the rank holds the blocks from `position` in `run` on, with these hashes."""
-        held = run.held_by(rank.bit)
+        held = run.held_by(device_rank.bit)
         span = (1 << (len(hashes) >> 3)) - 1 << position
         both = held & span
         address = run.strand << POSITION_BITS | run.start + position
         if not both:
-            rank.hashes.add(address, hashes)
-            rank.blocks += len(hashes) >> 3
+            device_rank.hashes.add(address, hashes)
+            device_rank.blocks += len(hashes) >> 3
         else:
             for at in range(len(hashes) >> 3):
                 engine_hash = hashes[at << 3 : (at + 1) << 3]
                 if not both >> (position + at) & 1:
-                    rank.hashes.add(address + at, engine_hash)
-                    rank.blocks += 1
+                    device_rank.hashes.add(address + at, engine_hash)
+                    device_rank.blocks += 1
                 else:
                     self.announce(
-                        rank, address + at, int.from_bytes(engine_hash, "little"), counted
+                        device_rank, address + at, int.from_bytes(engine_hash, "little"), counted
                     )
         if both != span:
-            self._odd.compare(rank, run, span, address)
-            run.set_held(rank.bit, held | span)
+            self._odd.compare(device_rank, run, span, address)
+            run.set_held(device_rank.bit, held | span)
 
-    def announce(self, rank: DeviceRank, address: int, engine_hash: int, counted: bool) -> None:
+    def announce(
+        self, device_rank: DeviceRank, address: int, engine_hash: int, counted: bool
+    ) -> None:
         """Record that an engine stored a held block again, perhaps under another hash."""
-        hashes = rank.hashes
+        hashes = device_rank.hashes
         is_first = int.from_bytes(hashes.hash_at(address), "little") == engine_hash
         if not is_first and hashes.aliases.get(engine_hash, NOWHERE) != address:
             hashes.alias(address, engine_hash)
         elif counted:
             hashes.add_copy(engine_hash)
 
-    def edge_to(self, rank: DeviceRank, address: int) -> bytes:
+    def edge_to(self, device_rank: DeviceRank, address: int) -> bytes:
         """Return the local hash of the block at this address in the trie, preceded by the engine
         hash of the block before it (nothing for a prompt's first block)."""
         run, position = self.trie.resolve(address)
@@ -418,57 +433,59 @@ class DeviceTier:
                 return local
             run, position = above, len(above.label) >> 3
         before = run.strand << POSITION_BITS | run.start + position - 1
-        row = rank.hashes.rows.get(run.strand, b"")
+        row = device_rank.hashes.rows.get(run.strand, b"")
         start = (before & POSITION_MASK) << 3
         return bytes(row[start : start + 8]) + local
 
-    def remove(self, rank: DeviceRank, hashes: bytes) -> int:
+    def remove(self, device_rank: DeviceRank, hashes: bytes) -> int:
         """Remove a rank's blocks by engine hash (8 bytes each). Return how many were dropped: a
         block that was stored n times, or under n hashes, is dropped by its n-th removal."""
-        before = rank.blocks
-        gone = rank.hashes.take(hashes)
-        while rank.hashes.rehashed:  # before the drops, which forget strands that the rank leaves
-            self._odd.add(rank.hashes.rehashed.pop(), rank.bit)
+        before = device_rank.blocks
+        gone = device_rank.hashes.take(hashes)
+        while (
+            device_rank.hashes.rehashed
+        ):  # before the drops, which forget strands that the rank leaves
+            self._odd.add(device_rank.hashes.rehashed.pop(), device_rank.bit)
         for strand, positions in gone.items():
-            self._drop_positions(rank, strand, positions)
-        return before - rank.blocks
+            self._drop_positions(device_rank, strand, positions)
+        return before - device_rank.blocks
 
-    def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
+    def _drop_positions(self, device_rank: DeviceRank, strand: int, positions: int) -> None:
         """Drop a rank's blocks at these positions (a bit mask), after their hashes were removed."""
         first = self.trie.strands[strand]
         if first.after is None:
-            self._drop_blocks(rank, first, positions >> first.start)
+            self._drop_blocks(device_rank, first, positions >> first.start)
             return
         while positions:
             lowest = (positions & -positions).bit_length() - 1
             run, _ = self.trie.resolve(strand << POSITION_BITS | lowest)
             here = (positions >> run.start) & ((1 << (len(run.label) >> 3)) - 1)
             positions ^= here << run.start
-            self._drop_blocks(rank, run, here)
+            self._drop_blocks(device_rank, run, here)
 
-    def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
+    def _drop_blocks(self, device_rank: DeviceRank, run: Run, gone: int) -> None:
         """Drop the rank's blocks at these positions (a bit mask) of one run."""
-        held = run.held_by(rank.bit) ^ gone
-        rank.blocks -= gone.bit_count()
-        run.set_held(rank.bit, held)
+        held = run.held_by(device_rank.bit) ^ gone
+        device_rank.blocks -= gone.bit_count()
+        run.set_held(device_rank.bit, held)
         if not held:
-            end = self._held_end(rank, run.strand)
-            rank.hashes.cut_row(run.strand, end)
+            end = self._held_end(device_rank, run.strand)
+            device_rank.hashes.cut_row(run.strand, end)
             if not end:
-                self._odd.forget(run.strand, rank.bit)
+                self._odd.forget(run.strand, device_rank.bit)
             self.trie.prune(run)
         elif not run.whole and held.bit_length() << 4 <= len(run.label):
             self._trim(run)
 
-    def _held_end(self, rank: DeviceRank, strand: int) -> int:
+    def _held_end(self, device_rank: DeviceRank, strand: int) -> int:
         """Return the position after the rank's last block in a strand (part of the trie), or 0."""
-        if not rank.hashes.has_zero():
-            return rank.hashes.hashes_end(strand)
+        if not device_rank.hashes.has_zero():
+            return device_rank.hashes.hashes_end(strand)
         # A row cannot distinguish a block with hash 0 from none.
         ends = [
             run.start + held.bit_length()
             for run in self.trie.pieces(strand)
-            if (held := run.held_by(rank.bit))
+            if (held := run.held_by(device_rank.bit))
         ]
         return ends[-1] if ends else 0
 
@@ -489,28 +506,28 @@ class DeviceTier:
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
-            rank = self.ranks.rank_in(run.strand, bit)
-            if rank is not None:  # None: the bit is an old one
-                rank.hashes.cut_row(run.strand, run.start + top)
+            device_rank = self.ranks.rank_in(run.strand, bit)
+            if device_rank is not None:  # None: the bit is an old one
+                device_rank.hashes.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
 
-    def held_in(self, rank: DeviceRank, strand: int) -> int:
+    def held_in(self, device_rank: DeviceRank, strand: int) -> int:
         """Return which positions of a strand (a part of the trie) the rank holds, as a bit mask.
         The rank must hold a block of the strand."""
         held = 0
         for run in self.trie.pieces(strand):
-            held |= run.held_by(rank.bit) << run.start
+            held |= run.held_by(device_rank.bit) << run.start
         return held
 
-    def drop(self, rank: DeviceRank, strand: int, positions: int) -> None:
+    def drop(self, device_rank: DeviceRank, strand: int, positions: int) -> None:
         """Drop blocks that the rank holds, at `positions` (a bit mask) of a strand (trie part)."""
         for position in bits_of(positions):
-            rank.hashes.discard(strand << POSITION_BITS | position)
-        self._drop_positions(rank, strand, positions)
+            device_rank.hashes.discard(strand << POSITION_BITS | position)
+        self._drop_positions(device_rank, strand, positions)
 
-    def cut_row(self, rank: DeviceRank, strand: int) -> None:
+    def cut_row(self, device_rank: DeviceRank, strand: int) -> None:
         """Free the engine hashes stored after the rank's last block in a strand (trie part)."""
-        rank.hashes.cut_row(strand, self._held_end(rank, strand))
+        device_rank.hashes.cut_row(strand, self._held_end(device_rank, strand))
 
     def cut_label(self, strand: int) -> None:
         """If no rank holds the last blocks of a strand (a part of the trie), free their memory."""
@@ -518,15 +535,15 @@ class DeviceTier:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)
 
-    def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
+    def drop_oldest(self, device_rank: DeviceRank, blocks: int) -> None:
         """Drop `blocks` blocks of a rank, from the end of its oldest strand (part of the trie)."""
         while blocks:
-            strand = next(iter(rank.hashes.rows))
-            last = self._held_end(rank, strand) - 1
+            strand = next(iter(device_rank.hashes.rows))
+            last = self._held_end(device_rank, strand) - 1
             run, offset = self.trie.resolve(strand << POSITION_BITS | last)
-            held = run.held_by(rank.bit)
+            held = run.held_by(device_rank.bit)
             positions = bits_of(held & (2 << offset) - 1)[-blocks:]
             for position in positions:
-                rank.hashes.discard(strand << POSITION_BITS | run.start + position)
-            self._drop_blocks(rank, run, sum(1 << position for position in positions))
+                device_rank.hashes.discard(strand << POSITION_BITS | run.start + position)
+            self._drop_blocks(device_rank, run, sum(1 << position for position in positions))
             blocks -= len(positions)

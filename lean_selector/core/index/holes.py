@@ -70,9 +70,9 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
             looked_at = 0
             yield
     for bit in bits_of(holders):
-        rank = device.ranks.rank_in(strand, bit)
-        if rank is not None:
-            kept += len(rank.hashes.rows[strand]) >> 3
+        device_rank = device.ranks.rank_in(strand, bit)
+        if device_rank is not None:
+            kept += len(device_rank.hashes.rows[strand]) >> 3
         looked_at += 1
         if looked_at > _RANKS_PER_STEP:
             looked_at = 0
@@ -105,9 +105,9 @@ def _held_end(run: Run) -> int:
     return max(map(int.bit_length, (run.partial or {}).values()), default=0)
 
 
-def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
+def _behind_holes(device: DeviceTier, device_rank: DeviceRank, strand: int) -> int:
     """Return which blocks of a rank in a strand (part of the trie) to evict, as a bit mask."""
-    held = device.held_in(rank, strand)
+    held = device.held_in(device_rank, strand)
     if _kept_above(device, strand):
         return held
     # All blocks that the rank holds, except the leading ones.
@@ -119,14 +119,14 @@ def _closed(
 ) -> Iterator[None]:
     """In a strand (part of the trie), evict what `holders` have there and no prompt can match."""
     for bit in bits_of(holders):
-        while (rank := device.ranks.rank_in(strand, bit)) is not None:
-            device.cut_row(rank, strand)
-            gone = _behind_holes(device, rank, strand)
+        while (device_rank := device.ranks.rank_in(strand, bit)) is not None:
+            device.cut_row(device_rank, strand)
+            gone = _behind_holes(device, device_rank, strand)
             if not gone:
                 break
             gone_first = sum(1 << at for at in bits_of(gone)[-_BLOCKS_PER_STEP:])
-            device.drop(rank, strand, gone_first)
-            evicted(rank, gone_first.bit_count())
+            device.drop(device_rank, strand, gone_first)
+            evicted(device_rank, gone_first.bit_count())
             yield
         yield
     device.cut_label(strand)

@@ -21,16 +21,16 @@ _MOST_UNEQUAL = 4096  # written at once, in some 5 ms
 class RankDump:
     """One dump of a rank's blocks. `is_whole` tells whether it has all that was learned of them."""
 
-    def __init__(self, trie: RunTrie, rank: Holdings, facts: LearnedFacts) -> None:
-        self._rank = rank
-        self._walk = _DeviceWalk(trie, rank.device)
+    def __init__(self, trie: RunTrie, holdings: Holdings, facts: LearnedFacts) -> None:
+        self._holdings = holdings
+        self._walk = _DeviceWalk(trie, holdings.device)
         self._facts = facts
 
     @property
     def is_whole(self) -> bool:
         """Whether no block was left out, no engine hash stands for several blocks, and few blocks
         are known to only some of the KV cache groups. Ask after the last slice."""
-        listed = self._rank.device.hashes.listed
+        listed = self._holdings.device.hashes.listed
         if max(map(len, listed.values()), default=1) > 1:
             return False
         return not self._walk.has_omitted and self._facts.reports.unequal <= _MOST_UNEQUAL
@@ -40,7 +40,7 @@ class RankDump:
         comes first. Each tier begins with its oldest blocks. The index may change between lists."""
         runs: list[StoredRun] = []
         blocks = 0
-        for run in chain(self._walk.runs(), _lower_blocks(self._rank)):
+        for run in chain(self._walk.runs(), _lower_blocks(self._holdings)):
             salts = self._facts.salts.get(run.tier)
             runs.append(run if salts is None else _salted(run, salts))
             blocks += len(run.block_hashes)
@@ -55,11 +55,11 @@ def _salted(run: StoredRun, salts: dict[int, str]) -> StoredRun:
     return replace(run, salts=of_blocks) if any(of_blocks) else run
 
 
-def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
-    key, tiers = rank.device.key, rank.lower
+def _lower_blocks(holdings: Holdings) -> Iterator[StoredRun]:
+    key, tiers = holdings.device.key, holdings.lower
     for tier, held in zip(list(Tier)[1:], tiers, strict=False):
         for parent, engine_hash, local in held.chains():
-            if rank.lower is not tiers:
+            if holdings.lower is not tiers:
                 return  # all of them are gone
             parent_hash = int.from_bytes(parent, "little") if parent else None
             block_hash, tokens_hash = unpack("<QQ", engine_hash + local)
@@ -71,9 +71,9 @@ def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
 class _DeviceWalk:
     """Visits the runs (blocks without a branch) in which a rank holds blocks in device memory."""
 
-    def __init__(self, trie: RunTrie, rank: DeviceRank) -> None:
+    def __init__(self, trie: RunTrie, device_rank: DeviceRank) -> None:
         self._trie = trie
-        self._rank = rank
+        self._device_rank = device_rank
         self._told: set[Run] = set()  # yielded, and held completely: runs below are reachable
         self._cut_off: set[Run] = set()  # unreachable runs
         self.has_omitted = False  # whether blocks of the rank were left out as unreachable
@@ -81,25 +81,25 @@ class _DeviceWalk:
     def runs(self) -> Iterator[StoredRun]:
         """Yield the runs that the rank can match (no earlier block is missing), oldest first, but
         parents before children. The rank's blocks may change while the runs are yielded."""
-        rows = self._rank.hashes.rows
+        rows = self._device_rank.hashes.rows
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):
             # If the rank has no row for the strand, it holds nothing there now, and its bit may
             # belong to another rank.
-            if strand in self._rank.hashes.rows:
+            if strand in self._device_rank.hashes.rows:
                 steps = [step for run in self._trie.pieces(strand) for step in self._path_to(run)]
                 yield from steps
 
     def _path_to(self, run: Run) -> Iterator[StoredRun]:
         """Yield the runs from the prompt's start to `run` that were not yielded before, if the rank
         holds all blocks before `run`."""
-        told, cut_off, engine_hashes = self._told, self._cut_off, self._rank.hashes
+        told, cut_off, engine_hashes = self._told, self._cut_off, self._device_rank.hashes
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
             if above in cut_off or not (above is run or self._holds_whole(above)):
                 cut_off.update(path)  # but not `run` itself: its start may be reachable
-                self.has_omitted |= run.held_by(self._rank.bit) > 0
+                self.has_omitted |= run.held_by(self._device_rank.bit) > 0
                 return
             path.append(above)
             above = above.parent
@@ -110,7 +110,7 @@ class _DeviceWalk:
             self.has_omitted = True
             return
         for step in reversed(path):
-            held = step.held_by(self._rank.bit)
+            held = step.held_by(self._device_rank.bit)
             leading = ((held + 1) & ~held).bit_length() - 1
             self.has_omitted |= held >> leading > 0
             if leading << 3 == len(step.label):
@@ -121,7 +121,7 @@ class _DeviceWalk:
                 ]
                 hashes: tuple[int, ...] = unpack(f"<{leading}Q", packed)
                 yield StoredRun(
-                    *self._rank.key,
+                    *self._device_rank.key,
                     Tier.DEVICE,
                     self._parent_hash(step),
                     hashes,
@@ -133,7 +133,7 @@ class _DeviceWalk:
     def _stored_again(
         self, run: Run, hashes: tuple[int, ...]
     ) -> tuple[tuple[int, ...], ...] | None:
-        engine_hashes, address = self._rank.hashes, run.strand << POSITION_BITS | run.start
+        engine_hashes, address = self._device_rank.hashes, run.strand << POSITION_BITS | run.start
         again = tuple(
             [
                 engine_hashes.stored_again(address + at, engine_hash)
@@ -143,12 +143,15 @@ class _DeviceWalk:
         return again if any(again) else None
 
     def _holds_whole(self, run: Run) -> bool:
-        return bool(run.whole >> self._rank.bit & 1) and run.strand in self._rank.hashes.rows
+        return (
+            bool(run.whole >> self._device_rank.bit & 1)
+            and run.strand in self._device_rank.hashes.rows
+        )
 
     def _parent_hash(self, run: Run) -> int | None:
         parent = run.parent
         if parent is None or parent.parent is None:
             return None
         end = parent.start + (len(parent.label) >> 3) - 1
-        engine_hash = self._rank.hashes.hash_at(parent.strand << POSITION_BITS | end)
+        engine_hash = self._device_rank.hashes.hash_at(parent.strand << POSITION_BITS | end)
         return int.from_bytes(engine_hash, "little")

@@ -136,7 +136,7 @@ class KvIndex:
 
     @property
     def total_blocks(self) -> int:
-        blocks = sum(rank.blocks() for rank in self._ranks.values())
+        blocks = sum(holdings.blocks() for holdings in self._ranks.values())
         return blocks + sum(strays.total_blocks for strays in self.strays.values())
 
     @property
@@ -152,11 +152,11 @@ class KvIndex:
         blocks = 0
         if self.strays:
             blocks = sum(each.blocks(worker_id, dp_rank, tier) for each in self.strays.values())
-        rank = self._ranks.get((worker_id, dp_rank))
-        if rank is not None and tier == Tier.DEVICE:
-            blocks += rank.device.blocks
-        elif rank is not None and rank.lower:
-            blocks += len(rank.lower[tier - 1])
+        holdings = self._ranks.get((worker_id, dp_rank))
+        if holdings is not None and tier == Tier.DEVICE:
+            blocks += holdings.device.blocks
+        elif holdings is not None and holdings.lower:
+            blocks += len(holdings.lower[tier - 1])
         return blocks
 
     def match_sets(
@@ -191,10 +191,10 @@ class KvIndex:
     def leading_hashes(self, key: RankKey, local_hashes: bytes, most: int) -> tuple[int, ...]:
         """Return a rank's engine hashes of the leading blocks of a prompt that it holds on its
         device, of at most `most` blocks."""
-        rank = self._ranks.get(key)
-        if rank is None:
+        holdings = self._ranks.get(key)
+        if holdings is None:
             return ()
-        bit, rows = rank.device.bit, rank.device.hashes.rows
+        bit, rows = holdings.device.bit, holdings.device.hashes.rows
         sets, path = self._device.match_sets(local_hashes)
         blocks = min(most, sum([blocks for blocks, ranks in sets if ranks >> bit & 1]))
         engine_hashes = bytearray()
@@ -251,23 +251,23 @@ class KvIndex:
             return StoreResult.STORED
         if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (blocks >> 5))
-        rank = self._ranks.get(key)
+        holdings = self._ranks.get(key)
         address = NOWHERE
         if parent_hash is not None:
-            address = rank.device.hashes.find(parent_hash) if rank else NOWHERE
+            address = holdings.device.hashes.find(parent_hash) if holdings else NOWHERE
             if address == NOWHERE:
                 return StoreResult.UNKNOWN_PARENT
         if not self._device.has_room(blocks):
             return StoreResult.FULL
-        rank = rank or self._admit(key)
-        self._device.store(rank.device, address, engine_hashes, local_hashes, counted)
+        holdings = holdings or self._admit(key)
+        self._device.store(holdings.device, address, engine_hashes, local_hashes, counted)
         bound = self.bounds.of(key[0])[0]
-        extra = rank.device.hashes.extra
-        if extra and rank.device.blocks + extra > bound:  # more blocks than the engine can hold
-            rank.device.hashes.forget_extra(rank.device.blocks + extra - bound)
-        if rank.device.blocks > bound:
-            self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
-            self._release_if_empty(key, rank)
+        extra = holdings.device.hashes.extra
+        if extra and holdings.device.blocks + extra > bound:  # more blocks than the engine can hold
+            holdings.device.hashes.forget_extra(holdings.device.blocks + extra - bound)
+        if holdings.device.blocks > bound:
+            self._evict_device(holdings, bound, blocks + _EVICTED_PER_STEP)
+            self._release_if_empty(key, holdings)
             if self._until_review < 0:
                 self._start_review()
         return _STORED
@@ -277,20 +277,19 @@ class KvIndex:
         rank knew: on the device or, for a lower `tier`, on any tier. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(engine_hashes), 8):
-            rank = self._ranks.get(key)
-            if rank is None:
+            holdings = self._ranks.get(key)
+            if holdings is None:
                 break
-            engine_hash = engine_hashes[at : at + 8]
-            address = rank.device.hashes.find(int.from_bytes(engine_hash, "little"))
+            engine_hash, device = engine_hashes[at : at + 8], holdings.device
+            number = int.from_bytes(engine_hash, "little")
+            address = device.hashes.find(number)
             if tier is _DEVICE:
                 if address == NOWHERE:
                     continue
-                self._device.announce(
-                    rank.device, address, int.from_bytes(engine_hash, "little"), counted
-                )
+                self._device.announce(device, address, number, counted)
             else:
-                edge = None if address == NOWHERE else self._device.edge_to(rank.device, address)
-                for held in rank.lower if edge is None else ():
+                edge = None if address == NOWHERE else self._device.edge_to(device, address)
+                for held in holdings.lower if edge is None else ():
                     edge = edge or held.edge_to(engine_hash)
                 if edge is None:
                     continue
@@ -300,36 +299,36 @@ class KvIndex:
 
     def knows(self, key: RankKey, tier: Tier, engine_hash: int) -> bool:
         """Whether a rank holds a block with this engine hash on a tier."""
-        rank = self._ranks.get(key)
-        if rank is None:
+        holdings = self._ranks.get(key)
+        if holdings is None:
             return False
         if tier is _DEVICE:
-            return rank.device.hashes.find(engine_hash) != NOWHERE
+            return holdings.device.hashes.find(engine_hash) != NOWHERE
         packed = engine_hash.to_bytes(8, "little")
-        return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
+        return bool(holdings.lower) and holdings.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, engine_hashes: Sequence[int]) -> None:
         """Let blocks of `engine_hashes` need one `removed` event less, but at least one."""
-        rank = self._ranks.get(key)
-        for engine_hash in engine_hashes if rank is not None else ():
-            assert rank is not None
-            rank.device.hashes.take_copy(engine_hash)
+        holdings = self._ranks.get(key)
+        if holdings is not None:
+            for engine_hash in engine_hashes:
+                holdings.device.hashes.take_copy(engine_hash)
 
     def remove(self, key: RankKey, tier: Tier, engine_hashes: bytes) -> int:
         """Apply a `removed` event to a rank's blocks with these engine hashes, 8 bytes each. Return
         how many of the blocks were dropped."""
-        rank = self._ranks.get(key)
-        if rank is None:
+        holdings = self._ranks.get(key)
+        if holdings is None:
             return 0
         removed = 0
         if tier is _DEVICE:
-            removed = self._device.remove(rank.device, engine_hashes)
+            removed = self._device.remove(holdings.device, engine_hashes)
             self._until_review -= removed
-        elif rank.lower:
-            held = rank.lower[tier - 1]
+        elif holdings.lower:
+            held = holdings.lower[tier - 1]
             for at in range(0, len(engine_hashes), 8):
                 removed += held.remove(engine_hashes[at : at + 8])
-        self._release_if_empty(key, rank)
+        self._release_if_empty(key, holdings)
         if self._until_review < 0:
             self._start_review()
         return removed
@@ -344,14 +343,14 @@ class KvIndex:
             facts = self._learned.pop(key, None)
             if facts is not None:
                 sweeps += [emptied(salts) for salts in facts.salts.values()]
-            rank = self._ranks.get(key)
-            if rank is not None:
-                dropped += rank.blocks()
-                self._until_review -= rank.device.blocks
-                if rank.lower:
-                    sweeps.append(self._lower_matches.retire(rank))
-                self._forget(key, rank)
-                sweeps.append(self._device.retire(rank.device))
+            holdings = self._ranks.get(key)
+            if holdings is not None:
+                dropped += holdings.blocks()
+                self._until_review -= holdings.device.blocks
+                if holdings.lower:
+                    sweeps.append(self._lower_matches.retire(holdings))
+                self._forget(key, holdings)
+                sweeps.append(self._device.retire(holdings.device))
         if sweeps:
             self.do_in_steps(chain.from_iterable(sweeps))
             if self._until_review < 0:
@@ -364,7 +363,7 @@ class KvIndex:
         for strays in self.strays.values():
             strays.drop_worker(worker_id)
         known = chain(self._learned, self._ranks)
-        return self.clear(worker_id, *{rank for worker, rank in known if worker == worker_id})
+        return self.clear(worker_id, *{dp_rank for worker, dp_rank in known if worker == worker_id})
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
@@ -376,12 +375,12 @@ class KvIndex:
 
     def _keep_bound(self, worker_id: int) -> Iterator[None]:
         for key in [key for key in self._ranks if key[0] == worker_id]:
-            while (rank := self._ranks.get(key)) is not None:
+            while (holdings := self._ranks.get(key)) is not None:
                 device, lower = self.bounds.of(worker_id)
-                is_over = self._evict_device(rank, device, _EVICTED_PER_STEP)
-                for held in rank.lower:
+                is_over = self._evict_device(holdings, device, _EVICTED_PER_STEP)
+                for held in holdings.lower:
                     is_over |= self._evict_lower(held, lower, _EVICTED_PER_STEP)
-                self._release_if_empty(key, rank)
+                self._release_if_empty(key, holdings)
                 if not is_over:
                     break
                 yield
@@ -448,19 +447,19 @@ class KvIndex:
         from lean_selector.core.index.kv_dump import RankDump
 
         for key in self.ranks():
-            rank = self._ranks.get(key)
-            if rank is None or worker_id not in (None, key[0]):
+            holdings = self._ranks.get(key)
+            if holdings is None or worker_id not in (None, key[0]):
                 continue
             facts = self.learn(key)
-            ranks_dump = RankDump(self._device.trie, rank, facts)
-            before, retold = watermark(key), rank.copies_revision()
+            ranks_dump = RankDump(self._device.trie, holdings, facts)
+            before, retold = watermark(key), holdings.copies_revision()
             yield from ranks_dump.slices()
             if watermarks is None:
                 continue
             after = watermark(key)
             is_alike = before == after or (
-                rank is self._ranks.get(key)
-                and retold == rank.copies_revision()
+                holdings is self._ranks.get(key)
+                and retold == holdings.copies_revision()
                 and not facts.reports.is_open
             )
             if before is None or after is None or not (is_alike and ranks_dump.is_whole):
@@ -483,24 +482,24 @@ class KvIndex:
     ) -> None:
         if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (len(engine_hashes) >> 8))
-        rank = self._ranks.get(key) or self._admit(key)
-        if not rank.lower:
-            self._lower_matches.admit(rank)
-        held = rank.lower[tier - 1]
+        holdings = self._ranks.get(key) or self._admit(key)
+        if not holdings.lower:
+            self._lower_matches.admit(holdings)
+        held = holdings.lower[tier - 1]
         held.store(parent, engine_hashes, local, counted)
         bound = self.bounds.of(key[0])[1]
         self._evict_lower(held, bound, (len(engine_hashes) >> 3) + _EVICTED_PER_STEP)
-        self._release_if_empty(key, rank)
+        self._release_if_empty(key, holdings)
 
-    def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:
+    def _evict_device(self, holdings: Holdings, bound: int, most: int) -> bool:
         """Evict at most `most` device blocks above the limit. Return True if a surplus remains."""
-        surplus = rank.device.blocks - bound
+        surplus = holdings.device.blocks - bound
         if surplus <= 0:
             return False
         now = min(surplus, most)
         self.evicted += now
         self._until_review -= now
-        self._device.drop_oldest(rank.device, now)
+        self._device.drop_oldest(holdings.device, now)
         return surplus > most
 
     def _evict_lower(self, held: LowerTier, bound: int, most: int) -> bool:
@@ -512,21 +511,21 @@ class KvIndex:
         return surplus > most
 
     def _admit(self, key: RankKey) -> Holdings:
-        rank = self._ranks[key] = Holdings(self._device.ranks.admit(key))
-        return rank
+        holdings = self._ranks[key] = Holdings(self._device.ranks.admit(key))
+        return holdings
 
-    def _release_if_empty(self, key: RankKey, rank: Holdings) -> None:
-        if rank.device.blocks and not rank.lower:
+    def _release_if_empty(self, key: RankKey, holdings: Holdings) -> None:
+        if holdings.device.blocks and not holdings.lower:
             return
-        if any(rank.lower):
+        if any(holdings.lower):
             return
-        if rank.device.blocks:
-            self._lower_matches.release(rank)
+        if holdings.device.blocks:
+            self._lower_matches.release(holdings)
         else:
-            self._forget(key, rank)
-            self._device.ranks.release(rank.device)
+            self._forget(key, holdings)
+            self._device.ranks.release(holdings.device)
 
-    def _forget(self, key: RankKey, rank: Holdings) -> None:
+    def _forget(self, key: RankKey, holdings: Holdings) -> None:
         """Remove a rank from the index, so that no match finds the rank's blocks."""
-        self._lower_matches.release(rank)
+        self._lower_matches.release(holdings)
         del self._ranks[key]

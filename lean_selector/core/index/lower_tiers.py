@@ -342,33 +342,33 @@ class LowerMatches:
         self._device = device
         self._dismantled: dict[int, int] = {}  # by bit: how many former tiers are being freed
 
-    def admit(self, rank: Holdings) -> None:
+    def admit(self, holdings: Holdings) -> None:
         """Give a rank lower tiers (host memory, disk, external) that have no blocks yet."""
         if not self._tiers:
             self._tiers = [Edges(self._continuations) for _ in range(_LAST + 1)]
-        bit = rank.device.bit
-        rank.lower = [LowerTier(edges, bit) for edges in self._tiers]
-        self.ranks[bit] = rank
+        bit = holdings.device.bit
+        holdings.lower = [LowerTier(edges, bit) for edges in self._tiers]
+        self.ranks[bit] = holdings
         self._bits |= 1 << bit
         if bit in self._dismantled:
             for edges in self._tiers:
                 edges.doubtful |= 1 << bit
 
-    def release(self, rank: Holdings) -> None:
+    def release(self, holdings: Holdings) -> None:
         """Drop the lower tiers of a rank, if it has any. These must have no blocks."""
-        bit = rank.device.bit
+        bit = holdings.device.bit
         if self.ranks.pop(bit, None) is not None:
-            rank.lower = []
+            holdings.lower = []
             self._bits ^= 1 << bit
             for edges in self._tiers:
                 edges.release(bit)
                 edges.doubtful &= ~(1 << bit)
 
-    def retire(self, rank: Holdings) -> Iterator[None]:
+    def retire(self, holdings: Holdings) -> Iterator[None]:
         """Drop a rank's lower tiers, which have blocks. From now on, no match finds these blocks.
         Return an iterator that frees their memory in steps. The index may change between steps."""
-        bit, tiers = rank.device.bit, rank.lower
-        self.release(rank)
+        bit, tiers = holdings.device.bit, holdings.lower
+        self.release(holdings)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1
         return self._dismantle(bit, tiers)
 
