@@ -358,7 +358,7 @@ class SelectionService(WorkerHandlers):
             request.allowed_worker_ids = allowed_workers(body.allowed_worker_ids)
         constraints = body.routing_constraints
         if not isinstance(constraints, UnsetType):
-            request.required_taints = frozenset(constraints.required_taints)
+            request.required_taints = constraints.required_taints
             request.preferred_taints = constraints.preferred_taints
         if body.priority_jump is not None:
             request.priority_jump = body.priority_jump

@@ -257,7 +257,7 @@ class WorkerRequest(WorkerFields, kw_only=True):
     kv_events_endpoints: ByRank = {}
     replay_endpoints: ByRank = {}
     router_hint_source_control_endpoints: ByRank = {}
-    taints: list[str] = []
+    taints: frozenset[str] = frozenset()
     topology_domains: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -267,7 +267,6 @@ class WorkerRequest(WorkerFields, kw_only=True):
     def spec(self) -> WorkerSpec:
         fields = msgspec.structs.asdict(self)
         fields["tenant_id"] = group_of(self.tenant_id, fields.pop("routing_group"))
-        fields["taints"] = frozenset(self.taints)
         fields["worker_role"] = self.worker_role or BOTH
         return WorkerSpec(**fields)
 
@@ -280,24 +279,18 @@ class WorkerPatch(WorkerFields, kw_only=True):
     kv_events_endpoints: ByRank | None = None
     replay_endpoints: ByRank | None = None
     router_hint_source_control_endpoints: ByRank | None = None
-    taints: list[str] | None = None
+    taints: frozenset[str] | None = None
     topology_domains: dict[str, str] | None = None
 
     def changes(self) -> dict[str, object]:
-        changes: dict[str, object] = {
-            name: value
-            for name in self.__struct_fields__
-            if (value := getattr(self, name)) is not None
-        }
-        if self.taints is not None:
-            changes["taints"] = frozenset(self.taints)
-        return changes
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class RoutingConstraints(msgspec.Struct):
     """The taints that a worker must or should have."""
 
-    required_taints: Annotated[list[str], Meta(max_length=MAX_RANKS)] = []
+    required_taints: Annotated[frozenset[str], Meta(max_length=MAX_RANKS)] = frozenset()
     preferred_taints: Annotated[dict[str, Finite], Meta(max_length=MAX_RANKS)] = {}
 
 

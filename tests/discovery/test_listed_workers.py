@@ -30,7 +30,7 @@ def test_a_file_has_registrations() -> None:
         block_size=16,
         kv_events_endpoints={0: "tcp://worker-1:5557", 1: "tcp://worker-1:5558"},
         data_parallel_size=2,
-        taints=["spot"],
+        taints=frozenset({"spot"}),
     )
     assert second == Particulars(endpoint="http://worker-2:8000", events_port=5557)
 

@@ -122,7 +122,9 @@ def test_without_events_model_and_block_size_are_everything() -> None:
 
 
 def test_an_entry_goes_before_the_engine_and_that_before_the_defaults() -> None:
-    driven = Driven(Particulars(tenant_id="t", block_size=1, events_port=1, taints=["x"]))
+    driven = Driven(
+        Particulars(tenant_id="t", block_size=1, events_port=1, taints=frozenset({"x"}))
+    )
     driven.find(Particulars(endpoint=A, model_name="mine", replay_endpoint="tcp://r:1"))
     driven.hear(A, Particulars(model_name="its", block_size=4, replay_endpoints={0: "tcp://s:1"}))
     spec = driven.catalog.workers[worker_id_of(A)].spec
@@ -368,7 +370,7 @@ def test_who_is_said_to_end_leaves_at_once() -> None:
 def test_who_is_found_twice_leaves_when_neither_finds_it() -> None:
     driven = Driven()
     driven.find(entry(A), by="one")
-    driven.find(entry(A, taints=["second"]), by="two")
+    driven.find(entry(A, taints=frozenset({"second"})), by="two")
     assert driven.catalog.workers[worker_id_of(A)].spec.taints == set(), "the first has the word"
     driven.find(by="one", leaving=(A,))
     driven.later(GRACE_S)
@@ -386,7 +388,7 @@ def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
     driven.find(entry(A))
     driven.catalog.remove(worker_id_of(A))
     driven.later(1)
-    driven.find(entry(A, taints=["new"]))
+    driven.find(entry(A, taints=frozenset({"new"})))
     driven.later(1)
     assert (driven.known(A).state, driven.endpoints()) == (WorkerState.REMOVED, [])
     driven.find()

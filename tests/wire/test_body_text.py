@@ -217,7 +217,10 @@ def test_what_is_no_messagepack_is_left_to_its_decoder() -> None:
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"routing_constraints": {"required_taints": ["a"] * 4097}}, "required_taints"),
+        (
+            {"routing_constraints": {"required_taints": [f"t{n}" for n in range(4097)]}},
+            "required_taints",
+        ),
         (
             {"routing_constraints": {"preferred_taints": {f"t{n}": 1.0 for n in range(4097)}}},
             "preferred_taints",
