@@ -6,7 +6,7 @@ the event loop does other work between two steps."""
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from lean_selector import __version__
 from lean_selector.api.judgements import Level, judge_selector
@@ -29,18 +29,12 @@ Hits = dict[Run, int]
 _JUDGED_ANEW_S: Final = 10.0  # interval of new findings while no state changes
 
 
-class FleetSources(KvSources, Protocol):
-    """Lists the sources of KV events, one per rank, with their states."""
-
-    def each_source(self) -> Iterator[KvSource]: ...
-
-
 @dataclass(eq=False)
 class FleetView:
     """Reads the selector's state for the page /ui. Used only on the event loop's thread."""
 
     selector: Selector
-    sources: FleetSources
+    sources: KvSources
     state: ServiceState
     discoveries: Callable[[], DiscoveryReport] | None = None
     clock: Callable[[], float] = time.monotonic

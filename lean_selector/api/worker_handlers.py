@@ -5,7 +5,7 @@ A handler gets a struct, makes one call into the core, and returns a struct. Rul
 `core.selection`. Spec: selection.md, selection_16.md."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -24,6 +24,7 @@ from lean_selector.core.selection.shapes import WorkerRecord
 from lean_selector.wire.scalars import JsonText, json_form
 from lean_selector.wire.selection_bodies import (
     EjectedWorker,
+    KvSource,
     Ok,
     RankHealthRow,
     Readiness,
@@ -139,11 +140,14 @@ def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType
 
 
 class KvSources(Protocol):
-    """Tells the state of the sources of KV events, by model and tenant or by worker."""
+    """The sources of KV events, one per rank: their states; and the ranks whose events
+    (`listeners`) or replays (`askers`) an endpoint sends."""
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> Sequence[SourceCondition]: ...
+
+    def each_source(self) -> Iterator[KvSource]: ...
 
     def listeners(self, key: str) -> Sequence[RankKey]: ...
 

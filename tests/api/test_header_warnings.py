@@ -3,7 +3,7 @@ fields that no route reads."""
 
 import http.client
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -14,30 +14,19 @@ from lean_selector.api.header_warnings import (
     registration_warnings,
 )
 from lean_selector.api.replies import warning_line
-from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.settings import API_1_6
 from lean_selector.wire.discovery_states import EVENTS_PORT
 from tests.support.asked import worker as any_worker
-from tests.support.gates import InProcess, selection_gate, selector
+from tests.support.gates import InProcess, NoEngines, selection_gate, selector
 from tests.support.running_service import DEADLINE_S, RunningService
 
 # -- endpoints of a registration -------------------------------------------------------------------
 
 
 LISTENS = "is a wildcard that an engine binds to: give its host"
-
-
-class Nobody:
-    """Listens or asks anywhere."""
-
-    def listeners(self, key: str) -> Sequence[RankKey]:
-        return []
-
-    def askers(self, key: str) -> Sequence[RankKey]:
-        return []
 
 
 DEFAULT = RouterSettings()
@@ -48,7 +37,7 @@ def warnings(settings: RouterSettings = DEFAULT, **fields: object) -> list[str]:
     told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000"}
     told |= {"kv_events_endpoint": events, **fields}
     spec = WorkerSpec(**told)  # type: ignore[arg-type]
-    return registration_warnings(Worker(spec, [], {}), Nobody(), settings)
+    return registration_warnings(Worker(spec, [], {}), NoEngines(), settings)
 
 
 @pytest.mark.parametrize(
