@@ -89,17 +89,12 @@ def _names(partition: PartitionDump) -> Names:
 
 
 def _keys(partitions: Sequence[PartitionDump]) -> list[str]:
-    plain = [f"{partition.model_name}:{partition.tenant_id}" for partition in partitions]
-    taken = set(plain)
-    keys: list[str] = []
-    seen: set[str] = set()
-    for key in plain:
-        if key in seen:
-            while key in taken:
+    keys = [f"{partition.model_name}:{partition.tenant_id}" for partition in partitions]
+    if len(set(keys)) < len(keys):
+        for at, key in enumerate(keys):
+            while key in keys[:at] or (key != keys[at] and key in keys):
                 key += ":"
-        taken.add(key)
-        seen.add(key)
-        keys.append(key)
+            keys[at] = key
     return keys
 
 

@@ -11,8 +11,8 @@ only maps, since every sender writes maps; the reference also accepts positional
 keys, and bytes for text. Messages about sessions follow selection_16.md section 6.1."""
 
 import struct
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -47,6 +47,7 @@ SESSION_TOPIC = b"dynamo.session-affinity.v1"
 MAX_SESSION_BYTES = 64 << 10
 
 NANOS = 1_000_000_000
+T = TypeVar("T")
 
 
 class UndecodableFrames(ValueError):
@@ -141,12 +142,14 @@ def encode_heartbeat(router_id: int, sequence: int) -> bytes:
 
 def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
     """Decode the heartbeat in a received message. Raises UndecodableFrames."""
-    if len(frames) != 2:
-        raise UndecodableFrames(f"{len(frames)} frames instead of 2")
+    return _decoded(_decode_heartbeat, payload_of(frames, HEARTBEAT_TOPIC), "heartbeat")
+
+
+def _decoded(decode: Callable[[bytes], T], payload: bytes, what: str) -> T:
     try:
-        return _decode_heartbeat(frames[1])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise UndecodableFrames(f"heartbeat: {error}") from None
+        return decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UndecodableFrames(f"{what}: {error}") from None
 
 
 def encode_session(event: SessionEvent) -> bytes:
@@ -156,25 +159,21 @@ def encode_session(event: SessionEvent) -> bytes:
 
 def decode_session(frames: Sequence[bytes]) -> SessionEvent:
     """Decode a message that binds a session to a worker or rank. Raises UndecodableFrames."""
-    if len(frames) != 2:
-        raise UndecodableFrames(f"{len(frames)} frames instead of 2")
-    payload = frames[1]
-    if len(payload) > MAX_SESSION_BYTES:
-        raise TooBig(f"a session of more than {MAX_SESSION_BYTES} bytes")
-    try:
-        return _decode_session(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UndecodableFrames(f"session: {error}") from None
+    payload = payload_of(frames, SESSION_TOPIC, MAX_SESSION_BYTES)
+    return _decoded(_decode_session, payload, "session")
 
 
-def payload_of(frames: Sequence[bytes]) -> bytes:
-    """Return the second of the two ZMQ frames of a replica event. Raises UndecodableFrames."""
+def payload_of(
+    frames: Sequence[bytes], topic: bytes = TOPIC, most_bytes: int = MAX_EVENT_BYTES
+) -> bytes:
+    """Return the second of the two ZMQ frames of a message, by default of a replica event. Raises
+    UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
-    if frames[0] != TOPIC:  # a subscription is for a prefix, so longer topics arrive too
+    if frames[0] != topic:  # a subscription is for a prefix, so longer topics arrive too
         raise UndecodableFrames("another topic")
-    if len(frames[1]) > MAX_EVENT_BYTES:
-        raise TooBig(f"more than {MAX_EVENT_BYTES} bytes")
+    if len(frames[1]) > most_bytes:
+        raise TooBig(f"more than {most_bytes} bytes")
     return frames[1]
 
 
