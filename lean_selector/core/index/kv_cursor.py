@@ -162,8 +162,8 @@ class KvCursor:
         self._asks_again = False  # a new connection was made during a replay
         self._has_failed = False  # the last replay did not reach its end
         self.dropped = 0  # total kept live batches that were dropped because of the limits
-        self._held: deque[tuple[int, bytes]] = deque()
-        self._held_bytes = 0
+        self._held: deque[tuple[int, bytes]] = deque()  # live batches, kept until a replay ends
+        self.held_bytes = 0
 
     @property
     def watermark(self) -> int | None:
@@ -187,11 +187,6 @@ class KvCursor:
 
     def _is_in_phase(self, phase: _Phase) -> bool:
         return self._replay is not None and self._replay.phase is phase
-
-    @property
-    def held_bytes(self) -> int:
-        """The total size of the live batches that are kept until a replay ends, in bytes."""
-        return self._held_bytes
 
     @property
     def state(self) -> SourceState:
@@ -397,16 +392,16 @@ class KvCursor:
     def shed(self, size: int) -> None:
         """Drop the oldest live batches that are kept during a replay, until `size` bytes are freed.
         Keeps the newest batch, because its number shows which batches must be requested again."""
-        goal = self._held_bytes - size
-        while len(self._held) > 1 and self._held_bytes > goal:
-            self._held_bytes -= len(self._held.popleft()[1])
+        goal = self.held_bytes - size
+        while len(self._held) > 1 and self.held_bytes > goal:
+            self.held_bytes -= len(self._held.popleft()[1])
             self.dropped += 1
 
     def next_held(self) -> bytes | None:
         """Return the next batch to apply of those kept during a replay; None after the last."""
         while self._held:
             seq, payload = self._held.popleft()
-            self._held_bytes -= len(payload)
+            self.held_bytes -= len(payload)
             if seq >= self._next:
                 self._advance(seq, payload)
                 return payload
@@ -522,9 +517,9 @@ class KvCursor:
 
     def _hold(self, seq: int, payload: bytes) -> None:
         self._held.append((seq, payload))
-        self._held_bytes += len(payload)
-        while len(self._held) > MAX_HELD or self._held_bytes > MAX_HELD_BYTES:
-            self._held_bytes -= len(self._held.popleft()[1])
+        self.held_bytes += len(payload)
+        while len(self._held) > MAX_HELD or self.held_bytes > MAX_HELD_BYTES:
+            self.held_bytes -= len(self._held.popleft()[1])
             self.dropped += 1
 
     def _end_replay(self, replay: _Replay, complete: bool) -> None:
@@ -557,4 +552,4 @@ class KvCursor:
 
     def _drop_held(self) -> None:
         self._held.clear()
-        self._held_bytes = 0
+        self.held_bytes = 0

@@ -129,13 +129,9 @@ class BusyThreshold(msgspec.Struct, frozen=True):
 
     def changed_by(self, given: "BusyThreshold") -> "BusyThreshold":
         """Return a copy in which the fields of `given` that are not None replace the old ones."""
-        return BusyThreshold(
-            *(
-                old if new is None else new
-                for old, new in zip(
-                    msgspec.structs.astuple(self), msgspec.structs.astuple(given), strict=True
-                )
-            )
+        fields = msgspec.structs.asdict(given).items()
+        return msgspec.structs.replace(
+            self, **{name: new for name, new in fields if new is not None}
         )
 
 

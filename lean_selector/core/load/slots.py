@@ -187,14 +187,13 @@ class Slots:
         self._set_load(load, load.active_prefill_tokens, load.distinct_blocks + blocks)
         return reservation
 
-    def free(self, request_id: str, now: float | None = None) -> Reservation | None:
+    def free(self, request_id: str, now: float) -> Reservation | None:
         """End a request and remove its reservation. Return None if the request is not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
                 self.freed += 1
-            if now is not None:
-                self.heard_at = now
+            self.heard_at = now
             self._release(reservation)
         return reservation
 

@@ -16,7 +16,6 @@ from lean_selector.core.index import kv_groups
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Matched, Tier
-from lean_selector.wire.packed_events import packed_batch
 from tests.support.blocks import matches
 from tests.support.kv_batches import decode_batch
 
@@ -25,17 +24,14 @@ IMAGE = "opaque-image"
 
 
 class Engine:
-    """Sends batches; reads them as the interpreted form does, or as the compiled one does."""
+    """Sends batches."""
 
-    def __init__(self, is_packed: bool = False, is_eagle: bool = False) -> None:
+    def __init__(self, is_eagle: bool = False) -> None:
         self.index = KvIndex(4)
         self.ingest = KvIngest(self.index, worker_id=1, dp_rank=0, is_eagle=is_eagle)
-        self.is_packed = is_packed
 
     def send(self, *events: dict[str, Any]) -> None:
-        payload = msgspec.msgpack.encode([1.5, events, 0])
-        batch = packed_batch(payload) if self.is_packed else None
-        self.ingest.apply(batch or decode_batch(payload))
+        self.ingest.apply(decode_batch(msgspec.msgpack.encode([1.5, events, 0])))
 
     def match(self, tokens: list[int], mm_hashes: Any = None) -> Matched:
         local = local_hashes(tokens, 4, mm_hashes=mm_hashes, is_eagle=self.ingest.is_eagle)
@@ -60,9 +56,9 @@ def removed(*names: int, **more: Any) -> Any:
     return event | more
 
 
-@pytest.fixture(params=[False, True], ids=["typed", "packed"])
-def engine(request: pytest.FixtureRequest) -> Engine:
-    return Engine(request.param)
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
 
 
 # Copies
@@ -219,11 +215,10 @@ def test_a_token_behind_a_block_must_be_one() -> None:
     assert engine.skipped == {("stored", "bad_tokens"): 1}
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_an_engine_that_looks_ahead_otherwise_than_prompts_is_mismatched(is_packed: bool) -> None:
-    plain = Engine(is_packed, is_eagle=True)
+def test_an_engine_that_looks_ahead_otherwise_than_prompts_is_mismatched() -> None:
+    plain = Engine(is_eagle=True)
     plain.send(stored([1], P))
-    pairs = Engine(is_packed)
+    pairs = Engine()
     pairs.send(stored([1], [[1, 1], [1, 1], [1, 1], [1, 2]]))
     assert plain.ingest.is_mismatched
     assert pairs.ingest.is_mismatched

@@ -109,4 +109,4 @@ def test_live_requests_are_nothing_to_the_collector(slots: Slots) -> None:
     gc.collect()
     assert len(gc.get_objects()) - before < 50
     for n in range(200):
-        slots.free(f"r{n}")
+        slots.free(f"r{n}", 0.0)
