@@ -130,10 +130,10 @@ class _Stream:
             self._connection.forget(number)
         self._connection.flush()
 
-    def take(self, data: bytes, size: int) -> None:
-        """Takes bytes of the peer, and handles the messages that are complete. `size`: that of the
-        frame, which its window counts."""
-        self._taken += size
+    def take(self, data: bytes, frame_bytes: int) -> None:
+        """Takes bytes of the peer, and handles the messages that are complete. `frame_bytes`: of
+        the window, which counts padding, too."""
+        self._taken += frame_bytes
         connection, pending = self._connection, self._input
         pending += data
         connection.hold(len(data))
@@ -205,7 +205,7 @@ class PickerConnection(asyncio.Protocol):
         self._is_put_off = self._is_paused = self._is_closing = self._is_reading = False
         self._has_room = False  # of windows, since responses were last sent on
         self._taken = 0  # bytes of the connection's window that were not given back
-        self._empty = 0  # frames of these since `_counted_at`
+        self._empty = 0  # frames that say nothing, since `_counted_at`
         self._counted_at = 0.0
         self.held_bytes = 0
         self.since = connections.now
