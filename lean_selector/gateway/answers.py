@@ -9,10 +9,11 @@ A stream consists of server-sent events. A text of the model may contain `data: 
 may have a field `usage`, so nothing is found by searching all bytes: an event ends at a blank line,
 its fields begin at the beginning of a line, and its JSON is decoded. To save time, an event is only
 decoded if it has bytes that can matter. An answer that is not a stream is kept until its end, and
-decoded then; of a long one, such as many embeddings, the counts are not read.
+decoded then; of a long one, such as many embeddings, nothing is read.
 
 A list of token ids is found by its field's name (`"token_ids"`). No JSON string can contain this
-name, because quotes inside strings are escaped. An unfinished list or name is buffered."""
+name, because quotes inside strings are escaped. If the client must not get the lists, it gets each
+event, or the whole answer, when that is complete."""
 
 import contextlib
 import re
@@ -113,7 +114,7 @@ class Usage:
 _BLANK_LINE: Final = re.compile(rb"\n(?:\n|\r\n?)|\r(?:\n(?:\n|\r\n?)|\r\n?)")
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
 _BOM: Final = b"\xef\xbb\xbf"
-_MOST_READ_BYTES: Final = 4 << 20  # of a longer event or whole answer, nothing is read
+_MOST_READ_BYTES: Final = MOST_ID_BYTES  # of a longer event or whole answer, nothing is read
 _DONE: Final = b"[DONE]"
 _USAGE_OBJECT: Final = re.compile(rb'"usage"[ \t]*+:[ \t]*+\{')
 # What can matter in an event after the first token, if events have types.
@@ -139,9 +140,9 @@ class _Events:
     The client gets nothing until the first event is complete, because another worker can be tried
     if that is an error. Comments are passed on at once: they keep the client from giving up."""
 
-    def __init__(self, usage: Usage, drops_usage: bool) -> None:
-        """`drops_usage`: the client does not get the event with the usage, so each event is held
-        until it is complete."""
+    def __init__(self, usage: Usage, ids: "_Ids | None", drops_usage: bool) -> None:
+        """`drops_usage`: the client does not get the event with the usage. If something is taken
+        out of events, each is held until it is complete."""
         self.has_token = False
         self.is_done = False
         self.error: bytes | None = None  # the first event, if that is an error
@@ -149,7 +150,9 @@ class _Events:
         # token: an error may follow.
         self.is_strict = False
         self._usage = usage
+        self._ids = ids
         self._drops_usage = drops_usage
+        self._holds = drops_usage or (ids is not None and ids.strips)
         self._has_begun = False  # an event has arrived
         self._is_typed = False  # these are events of /v1/messages or /v1/responses
         self._pending = b""  # the beginning of an event
@@ -159,9 +162,11 @@ class _Events:
         self._dropped = False  # the last event was not passed on
 
     def feed(self, text: bytes) -> bytes:
-        pending = self._pending
+        pending, ids = self._pending, self._ids
         is_one = False
         if not pending and text.endswith(b"\n\n") and not self._after_cr:
+            if ids is not None:
+                text, ids = ids.read(text), None
             if self.has_token and not self._matters(text):
                 return text
             # One event with one line, as most are
@@ -177,10 +182,13 @@ class _Events:
         start = max(0, len(pending) - 3)
         ends = [len(text)] if is_one else [e.end() for e in _BLANK_LINE.finditer(data, start)]
         for end in ends:
-            self._dropped = not self._is_long and self._read(data[at:end], is_one)
+            event = data[at:end]
+            if ids is not None and not self._is_long:
+                event = ids.read(event)
+            self._dropped = not self._is_long and self._read(event, is_one)
             self._is_long = False
             if not self._dropped:
-                kept.append(data[max(at, sent) : end])
+                kept.append(event[max(0, sent - at) :])
             at = end
         if at:
             self._after_cr = at == len(data) and data.endswith(b"\r")
@@ -193,7 +201,7 @@ class _Events:
         elif rest and not self._has_begun:
             rest, sent = b"".join((*kept, rest)), 0
             kept.clear()
-        elif not self._drops_usage:
+        elif not self._holds:
             kept.append(rest[sent:])
             sent = len(rest)
         self._pending, self._sent = rest, sent
@@ -202,8 +210,12 @@ class _Events:
     def rest(self) -> bytes:
         """Reads an event whose blank line is missing, and returns the bytes not yet returned."""
         pending, self._pending = self._pending, b""
-        dropped = bool(pending) and not self._is_long and self._read(pending)
-        return b"" if dropped else pending[self._sent :]
+        if pending and not self._is_long:
+            if self._ids is not None:
+                pending = self._ids.read(pending)
+            if self._read(pending):
+                return b""
+        return pending[self._sent :]
 
     def _matters(self, text: bytes) -> bool:
         """Whether events after the first token may have to be decoded."""
@@ -293,16 +305,41 @@ def _is_failure(event: AnswerEvent, kind: bytes) -> bool:
 
 # -- token ids -------------------------------------------------------------------------------------
 
-_NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # followed by a list
-_LONGEST_NAME: Final = 24  # including some blanks
 _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*+:\s*+\[([^\]]*+)\]')
-_UNFINISHED_IDS: Final = re.compile(rb'"(?:prompt_)?token_ids"\s*+:\s*+\[[^\]]*+\Z')
 _PROMPT_NAME: Final = b'"prompt_token_ids":'
 # A whole list behind its name: the bracket comes first, since it is found faster.
 _LIST: Final = re.compile(rb'\[(?:(?<="token_ids":\[)|(?<="prompt_token_ids":\[))([^\]]*+)\]')
-_BEGINNINGS: Final = frozenset(
-    name[:length] for name in _NAMES for length in range(1, len(name) + 1)
-)
+
+
+class _Ids:
+    """The token ids in an answer. `strips`: the client gets `null` in place of each list."""
+
+    def __init__(self, strips: bool) -> None:
+        self.strips = strips
+        self.prompt: bytes | None = None
+        self.output: list[bytes] = []
+
+    def read(self, text: bytes) -> bytes:
+        """Reads the lists in a text, which are whole, and returns what the client gets of it."""
+        pieces = _LIST.split(text)  # every second one is a list
+        if len(pieces) // 2 == text.count(b"token_ids"):  # as nearly all
+            for at in range(1, len(pieces), 2):
+                self._take(pieces[at], pieces[at - 1].endswith(_PROMPT_NAME))
+            kept = pieces[::2]
+        else:
+            kept, at = [], 0
+            for found in _IDS.finditer(text):
+                kept.append(text[at : found.start(2) - 1])
+                self._take(found[2], found[1] is not None)
+                at = found.end()
+            kept.append(text[at:])
+        return b"null".join(kept) if self.strips else text
+
+    def _take(self, ids: bytes, is_of_prompt: bool) -> None:
+        if not is_of_prompt:
+            self.output += [ids] if ids else []
+        elif self.prompt is None:
+            self.prompt = ids
 
 
 class AnswerReader:
@@ -325,14 +362,12 @@ class AnswerReader:
         did not request the last event of a stream, which has only the usage. `has_output` and
         `most_tokens`: see `Usage`."""
         self.usage: Final = Usage(most_tokens, has_output)
-        self._events = _Events(self.usage, drops_usage) if streams else None
-        self._whole = bytearray()  # an answer that is not a stream, so far
+        self._ids = _Ids(strips) if strips or on_ids is not None else None
         self._on_ids = on_ids
-        self._reads_ids = strips or on_ids is not None
+        self._events = _Events(self.usage, self._ids, drops_usage) if streams else None
+        # An answer that is not a stream, so far; None if it is too long, or over.
+        self._whole: bytearray | None = None if streams else bytearray()
         self._strips = strips
-        self._held = b""  # an unfinished list, or possibly the beginning of its name
-        self._prompt: bytes | None = None
-        self._output: list[bytes] = []
 
     @property
     def has_token(self) -> bool:
@@ -358,41 +393,34 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> bytes:
         """Takes a piece of the answer, and returns the bytes that can be sent to the client now."""
-        text = data
-        if self._reads_ids:
-            pieces = _LIST.split(data)  # every second one is a list
-            is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
-            if is_whole and not self._held:  # as nearly all
-                for at in range(1, len(pieces), 2):
-                    self._take(pieces[at], pieces[at - 1].endswith(_PROMPT_NAME))
-                text = b"null".join(pieces[::2])
-            else:
-                text = self._without_ids(self._held + data)
-            if not self._strips:
-                text = data
         if self._events is not None:
-            return self._events.feed(text)
-        if len(self._whole) <= _MOST_READ_BYTES:
-            self._whole += text
-        return text
+            return self._events.feed(data)
+        if self._whole is None:
+            return data
+        self._whole += data
+        if len(self._whole) > _MOST_READ_BYTES:
+            whole, self._whole = self._whole, None
+            return bytes(whole) if self._strips else data
+        return b"" if self._strips else data
 
     def rest(self) -> bytes:
-        """Return the bytes still buffered when the answer ends. Well-formed answers leave none."""
-        rest, self._held = self._held if self._strips else b"", b""
-        if self._events is None:
-            return rest
-        return (self._events.feed(rest) if rest else b"") + self._events.rest()
+        """Reads what is left when the answer ends, and returns the bytes not yet returned."""
+        if self._events is not None:
+            return self._events.rest()
+        if self._whole is None:
+            return b""
+        text, self._whole = bytes(self._whole), None
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            self.usage.add(bytes(_read_holder(text).usage))
+        left = text if self._ids is None else self._ids.read(text)
+        return left if self._strips else b""
 
     def end(self) -> bytes:
         """Passes the token ids to `on_ids`, once. Return the bytes that are still buffered."""
-        is_cut, rest = bool(self._held), self.rest()
-        whole, self._whole = self._whole, bytearray()
-        if whole and len(whole) <= _MOST_READ_BYTES:
-            with contextlib.suppress(msgspec.DecodeError, RecursionError):
-                self.usage.add(bytes(_read_holder(whole).usage))
+        rest = self.rest()
         on_ids, self._on_ids = self._on_ids, None
-        if on_ids is not None and not is_cut:
-            on_ids(self._prompt, b",".join(self._output))
+        if on_ids is not None and self._ids is not None:
+            on_ids(self._ids.prompt, b",".join(self._ids.output))
         return rest
 
     def was_whole(self) -> bool:
@@ -402,42 +430,6 @@ class AnswerReader:
         if self.is_done:
             self.end()
         return self.is_done
-
-    def _without_ids(self, data: bytes) -> bytes:
-        """Return `data` with `null` in place of each list of ids. The end of `data` may be
-        buffered until the next piece. After a list that is too long, no ids are read."""
-        kept: list[bytes] = []
-        at = 0
-        for found in _IDS.finditer(data):
-            begin = found.start(2) - 1
-            kept += (data[at:begin], b"null")
-            self._take(found[2], found[1] is not None)
-            at = found.end()
-        unfinished = _UNFINISHED_IDS.search(data, at)
-        if unfinished is not None:
-            end = unfinished.start()
-        else:
-            end = len(data) - (0 if data.endswith(b"\n") else _beginning(data, at))
-        if len(data) - end > MOST_ID_BYTES:
-            end, self._reads_ids, self._on_ids = len(data), False, None
-        self._held = data[end:]
-        return b"".join((*kept, data[at:end]))
-
-    def _take(self, ids: bytes, is_of_prompt: bool) -> None:
-        if not is_of_prompt:
-            self._output += [ids] if ids else []
-        elif self._prompt is None:
-            self._prompt = ids
-
-
-def _beginning(data: bytes, at: int) -> int:
-    """Return how many bytes at the end of `data[at:]` may begin the field name of an id list."""
-    quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
-    while quote >= 0:
-        if data[quote:].translate(None, b" ") in _BEGINNINGS:
-            return len(data) - quote
-        quote = data.find(b'"', quote + 1)
-    return 0
 
 
 # vLLM's limits: it refuses longer salts, and some characters.
