@@ -95,7 +95,7 @@ def test_other_text_is_refused(text: bytes) -> None:
     [
         *({"worker_id": 2**64}, {"worker_id": -1}, {"router_id": 2**64}, {"dp_rank": 2**32}),
         *({"age_s": -1.0}, {"prefill_tokens": -1}, {"request_id": None}, {"block_size": "16"}),
-        *({"sequence_hashes": [2**63]}, {"sequence_hashes": None}, {"prefill_duration_s": -1}),
+        *({"sequence_hashes": [2**64]}, {"sequence_hashes": None}, {"prefill_duration_s": -1}),
     ],
 )
 def test_a_line_with_a_wrong_value_is_refused(change: dict[str, object]) -> None:
