@@ -1,12 +1,13 @@
 """The slot tracker: registered workers and active requests, per (model_name, tenant_id).
 
 The first worker of a model and tenant creates a tracker. When the last worker is removed, the
-tracker is removed too, with all its state. Each tracker has a ledger, which books requests and
-publishes them to peers. A ReplicaApplier applies the peers' events; it finds a tracker by
-`Trackers.lookup`. Independent of HTTP and sockets; time is an argument, in monotonic seconds. Spec:
+tracker is removed too, with all its state. A tracker is a ledger: it books requests and publishes
+them to peers. A ReplicaApplier applies the peers' events; it finds a tracker by `Trackers.lookup`.
+Independent of HTTP and sockets; time is an argument, in monotonic seconds. Spec:
 slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound
 from lean_selector.core.load.rank_load import RankLoad
@@ -22,17 +23,11 @@ from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS, RANK_LIMIT, U6
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S, Ledger, Ledgers
 
 
-class Tracker:
-    """The workers and the active requests of one (model_name, tenant_id)."""
+@dataclass(eq=False)
+class Tracker(Ledger):
+    """The ledger of one (model_name, tenant_id), and the workers. It is removed with the last."""
 
-    def __init__(self, model_name: str, tenant_id: str, block_size: int, ledgers: Ledgers) -> None:
-        self.model_name = model_name
-        self.tenant_id = tenant_id
-        self.block_size = block_size
-        self.slots = Slots()
-        self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, ledgers)
-        # never empty; the tracker is removed with its last worker
-        self.workers: dict[int, WorkerRow] = {}
+    workers: dict[int, WorkerRow] = field(default_factory=dict)
 
     def ranks(self) -> list[RankLoad]:
         """Return the loads of all ranks, sorted by (worker_id, dp_rank)."""
@@ -66,7 +61,7 @@ class Trackers:
         tracker = self._trackers.get(scope)
         where = f"model={row.model_name} tenant={row.tenant_id}"
         if tracker is None:
-            tracker = self._trackers[scope] = Tracker(*scope, row.block_size, self.ledgers)
+            tracker = self._trackers[scope] = Tracker(*scope, row.block_size, Slots(), self.ledgers)
         elif tracker.block_size != row.block_size:
             raise Conflict(
                 f"block_size mismatch for {where}: "
@@ -88,7 +83,7 @@ class Trackers:
                 f"worker {worker_id} not found for model={model_name} tenant={tenant_id}"
             )
         for dp_rank in tracker.workers.pop(worker_id).ranks:
-            tracker.ledger.drop_rank(worker_id, dp_rank)
+            tracker.drop_rank(worker_id, dp_rank)
         self.revision += 1
         if not tracker.workers:
             del self._trackers[model_name, tenant_id]
@@ -130,27 +125,27 @@ class Trackers:
             track_prefill_tokens=new_isl_tokens > 0,
             prefill_tokens=new_isl_tokens or None,
         )
-        tracker.ledger.book(spec, sequence_hashes, now)
+        tracker.book(spec, sequence_hashes, now)
 
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
     ) -> None:
         """Release a request's prefill tokens. May be called repeatedly. Raises NotFound."""
         tracker = self._tracker(model_name, tenant_id)
-        if tracker.ledger.prefill_complete(request_id, now) is None:
+        if tracker.prefill_complete(request_id, now) is None:
             raise NotFound(f"Request {request_id} not found")
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
         """Free a request. An unknown request is not an error. Raises NotFound if there is no
         tracker for the model and tenant."""
-        self._tracker(model_name, tenant_id).ledger.free(request_id, now)
+        self._tracker(model_name, tenant_id).free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
         """Expire idle requests, at most `max_steps` in total. Publishes the end of requests that
         this replica admitted. If `max_steps` requests were returned, call again."""
-        ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
-        for _, expired in self.ledgers.expire(ledgers, now, max_steps):
+        trackers = list(self._trackers.values())
+        for _, expired in self.ledgers.expire(trackers, now, max_steps):
             gone += expired
         return gone
 
