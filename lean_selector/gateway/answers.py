@@ -12,8 +12,8 @@ decoded if it has bytes that can matter. An answer that is not a stream is kept 
 decoded then; of a long one, such as many embeddings, nothing is read.
 
 A list of token ids is found by its field's name (`"token_ids"`). No JSON string can contain this
-name, because quotes inside strings are escaped. If the client must not get the lists, it gets each
-event, or the whole answer, when that is complete."""
+name, because quotes inside strings are escaped. If the client must not get the lists of an answer
+that is not a stream, it gets the answer when that is complete."""
 
 import contextlib
 import re
@@ -135,14 +135,11 @@ _read_holder: Final = msgspec.json.Decoder(HasUsage).decode
 
 
 class _Events:
-    """Reads the events of a stream, and returns the bytes for the client.
-
-    The client gets nothing until the first event is complete, because another worker can be tried
-    if that is an error. Comments are passed on at once: they keep the client from giving up."""
+    """Reads the events of a stream, and returns the bytes for the client, which gets each event
+    when it is complete. If the first is an error, another worker can be tried."""
 
     def __init__(self, usage: Usage, ids: "_Ids | None", drops_usage: bool) -> None:
-        """`drops_usage`: the client does not get the event with the usage. If something is taken
-        out of events, each is held until it is complete."""
+        """`drops_usage`: the client does not get the event with the usage."""
         self.has_token = False
         self.is_done = False
         self.error: bytes | None = None  # the first event, if that is an error
@@ -152,11 +149,9 @@ class _Events:
         self._usage = usage
         self._ids = ids
         self._drops_usage = drops_usage
-        self._holds = drops_usage or (ids is not None and ids.strips)
         self._has_begun = False  # an event has arrived
         self._is_typed = False  # these are events of /v1/messages or /v1/responses
         self._pending = b""  # the beginning of an event
-        self._sent = 0  # the client has so many bytes of it
         self._is_long = False  # this event is too long to be read
         self._after_cr = False  # the last event ended with CR, so that its LF may follow
         self._dropped = False  # the last event was not passed on
@@ -178,7 +173,7 @@ class _Events:
                 text = text[1:]
                 if not self._dropped:
                     kept.append(b"\n")
-        data, sent, at = pending + text, self._sent, 0
+        data, at = pending + text, 0
         start = max(0, len(pending) - 3)
         ends = [len(text)] if is_one else [e.end() for e in _BLANK_LINE.finditer(data, start)]
         for end in ends:
@@ -188,23 +183,19 @@ class _Events:
             self._dropped = not self._is_long and self._read(event, is_one)
             self._is_long = False
             if not self._dropped:
-                kept.append(event[max(0, sent - at) :])
+                kept.append(event)
             at = end
         if at:
             self._after_cr = at == len(data) and data.endswith(b"\r")
-        rest, sent = data[at:], max(0, sent - at)
+        rest = data[at:]
         if len(rest) > _MOST_READ_BYTES or self._is_long:
             self._is_long = self._has_begun = self.has_token = True
-            kept.append(rest[sent:])
-            rest = rest[-3:]
-            sent = len(rest)
+            kept.append(rest[:-3])
+            rest = rest[-3:]  # a blank line may begin here
         elif rest and not self._has_begun:
-            rest, sent = b"".join((*kept, rest)), 0
+            rest = b"".join((*kept, rest))
             kept.clear()
-        elif not self._holds:
-            kept.append(rest[sent:])
-            sent = len(rest)
-        self._pending, self._sent = rest, sent
+        self._pending = rest
         return b"".join(kept)
 
     def rest(self) -> bytes:
@@ -215,7 +206,7 @@ class _Events:
                 pending = self._ids.read(pending)
             if self._read(pending):
                 return b""
-        return pending[self._sent :]
+        return pending
 
     def _matters(self, text: bytes) -> bool:
         """Whether events after the first token may have to be decoded."""

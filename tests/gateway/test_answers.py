@@ -342,7 +342,7 @@ def test_an_event_that_is_too_long_is_passed_on_in_pieces_and_not_read() -> None
     assert reader.feed(b'data: {"choices":[],"usage":{"prompt_tokens":1},"x":"') == b""
     assert b"".join(reader.feed(piece) for _ in range(17)).endswith(piece)
     assert reader.feed(piece) == piece
-    assert reader.feed(b'"}\n') + reader.feed(b"\n") == b'"}\n\n'
+    assert reader.feed(b'"}\n') + reader.feed(b"\n") == b'xxx"}\n\n'
     dropped = event({"choices": [], "usage": OPENAI})
     assert reader.feed(dropped + b"data: [DONE]\n\n") == b"data: [DONE]\n\n"
     assert (reader.usage.lengths, reader.is_done, reader.has_token) == ((7, 2), True, True)
