@@ -29,15 +29,11 @@ from tests.support.gates import (
     selection_service,
     slot_tracker_gate,
 )
+from tests.support.recorded_cases import scenarios
 
-DATA = Path(__file__).parents[1] / "data"
 TEXTS = Path(lean_selector.__file__).parent / "api/openapi_texts.json"
 DOCUMENTS = {name: described(name) for name in ("selector", "selector_16", "slot_tracker")}
-RECORDED = {
-    "selector": "selection.jsonl",
-    "selector_16": "selection_16.jsonl",
-    "slot_tracker": "slot_tracker.jsonl",
-}
+RECORDED = {"selector": "selection", "selector_16": "selection_16", "slot_tracker": "slot_tracker"}
 
 
 def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
@@ -187,21 +183,13 @@ def gate_of(name: str) -> Gate:
     return selection_gate(service=selection_service(dialect=dialect))
 
 
-def recorded(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    scenarios: dict[str, list[dict[str, Any]]] = {}
-    for line in (DATA / RECORDED[name]).read_text(encoding="utf-8").splitlines():
-        step = json.loads(line)
-        scenarios.setdefault(step["scenario"], []).append(step)
-    yield from scenarios.items()
-
-
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_answer_to_the_recorded_requests_is_described(name: str) -> None:
     """Some 1 500 requests, right and wrong ones, as the services answer them in process."""
     document = DOCUMENTS[name]
     strict = closed(document)
     looked_at = 0
-    for scenario, steps in recorded(name):
+    for scenario, steps in scenarios(RECORDED[name]).items():
         gate = gate_of(name)
         for step in steps:
             path, _, query = step["path"].partition("?")
