@@ -99,24 +99,19 @@ class DumpAnswers:
     ) -> None:
         self._catalog = catalog
         self._sources = sources
-        self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
-        self._sliced_16 = SlicedAnswers(
-            "a dump", lambda: self.parts(as_1_6=True), call_soon, clock=clock
+        self._sliced = [
+            SlicedAnswers("a dump", partial(self.parts, as_1_6), call_soon, clock=clock)
+            for as_1_6 in (False, True)
+        ]
+
+    def answer(self, as_1_6: bool = False) -> Answer:
+        """Return the dump; `as_1_6` omits the fields that Dynamo 1.6 lacks."""
+        blocks = sum(
+            partition.index.total_blocks for partition in self._catalog.partitions.values()
         )
+        return self._sliced[as_1_6].answer(at_once=blocks <= _SMALL_BLOCKS)
 
-    def answer(self) -> Answer:
-        return self._sliced.answer(at_once=self._is_small())
-
-    def answer_16(self) -> Answer:
-        """Return the dump as in Dynamo 1.6, without the fields that lean-selector adds."""
-        return self._sliced_16.answer(at_once=self._is_small())
-
-    def _is_small(self) -> bool:
-        partitions = self._catalog.partitions.values()
-        return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
-
-    def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
-        """Yields the dump in small parts; `as_1_6` omits the fields that Dynamo 1.6 lacks."""
+    def parts(self, as_1_6: bool) -> Iterator[bytes]:
         from lean_selector.wire.dump import encode_dump
         from lean_selector.wire.dump_shapes import PartitionDump
 
@@ -156,19 +151,17 @@ class SelectionService(WorkerHandlers):
         self,
         selector: Selector,
         *,
-        dump: Callable[[], Answer],
+        dump: Callable[[bool], Answer],
         sources: KvSources,
         state: ServiceState,
         replication: ReplicationApi | None = None,
         clock: Callable[[], float] = time.monotonic,
-        bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`bare_dump` omits fields unknown to Dynamo. If `select_and_reserve` sheds a request,
-        metrics count it for route `books_at`."""
+        """`dump` is told whether to omit what Dynamo 1.6 lacks. If `select_and_reserve` sheds a
+        request, metrics count it for route `books_at`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
-        self._bare_dump = dump if bare_dump is None else bare_dump
         self._books_at = books_at
         self._base_terms = base_terms(selector.settings)
 
@@ -524,11 +517,11 @@ class SelectionService(WorkerHandlers):
         terms = self._terms(partition.model_name, override)
         return inspection.overlap_scores(partition, prompt.local_hashes, terms)
 
-    def dump(self, *, detail: bool = True) -> Answer:
+    def dump(self, *, as_1_6: bool = False) -> Answer:
         if self._state.is_recovering:
             # A peer would get an incomplete index: peers that start together query each other.
             raise Unavailable("start-up recovery is under way")
-        return self._dump() if detail else self._bare_dump()
+        return self._dump(as_1_6)
 
     def kv_sources(self, query: Query) -> Sequence[object]:
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))

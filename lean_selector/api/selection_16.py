@@ -67,7 +67,7 @@ class SelectionService16(SelectionService):
     adds_to_select: ClassVar[int] = OUTLOOK
 
     def dump_of(self, query: Query | None = None) -> Answer:
-        return self.dump(detail=wants_detail(query or {}))
+        return self.dump(as_1_6=not wants_detail(query or {}))
 
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None

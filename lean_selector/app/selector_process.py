@@ -111,7 +111,6 @@ class SelectorParts(Parts):
         return kind(
             core.selector,
             dump=self.dumps.answer,
-            bare_dump=self.dumps.answer_16,
             sources=core.subscriptions,
             state=core.state,
             replication=self.replication,

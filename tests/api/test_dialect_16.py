@@ -20,8 +20,9 @@ class Service(InProcess):
 
     def __init__(self, dialect: Dialect = API_1_6, **settings: Any) -> None:
         service = selection_service(dialect=dialect, **settings)
-        service._dump = lambda: encode_response(200, b'{"all":1}')
-        service._bare_dump = lambda: encode_response(200, b'{"bare":1}')
+        service._dump = lambda as_1_6: encode_response(
+            200, b'{"bare":1}' if as_1_6 else b'{"all":1}'
+        )
         super().__init__(selection_gate(service=service))
         self.register = partial(self.add_worker, block_size=4, max_num_batched_tokens=10)
         self.register(1)

@@ -105,7 +105,7 @@ def selection_service(
         selector.ledgers.events = ReplicaEvents(1, publish)
     return kind(
         selector,
-        dump=lambda: encode_response(200, b"{}"),
+        dump=lambda as_1_6: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
         clock=lambda: NOW,
