@@ -1,4 +1,4 @@
-"""The bodies of a request that a prefill worker and a decode worker serve together.
+"""A request that a prefill worker and a decode worker serve together: its bodies, and its blocks.
 
 This is the protocol `nixl`, of vLLM with its NixlConnector. The request goes to the prefill worker
 first, which computes the prompt and one token, holds the prompt's KV blocks for 30 s, and says in
@@ -15,12 +15,15 @@ Both bodies have all other fields of the client's that could change the prompt o
 both workers compute the same tokens. The prefill worker's body lacks only what makes its answer
 long or a stream. Some requests get no pair: see `ModelRequest.bars_pair`."""
 
+from dataclasses import dataclass
+from time import monotonic
 from typing import Final
 
 import msgspec
 
 from lean_selector.gateway.model_request import BOM, read_fields
 from lean_selector.gateway.prompt_shapes import HasTransferParams, TransferParams
+from lean_selector.gateway.upstreams import WorkerUse
 
 _read_answer: Final = msgspec.json.Decoder(HasTransferParams).decode
 _read_params: Final = msgspec.json.Decoder(TransferParams).decode
@@ -37,6 +40,32 @@ _ASKED: Final = {
 # Fields that are 1 for the prefill worker if the client sets them.
 _ONE_IF_SET: Final = ("max_completion_tokens", "n")
 _DROPPED: Final = ("stream_options", "min_tokens")
+
+
+# How long after the prefill worker's answer its params may still go to another decode worker. It
+# holds the blocks for 30 s, of which connecting may take 5.
+_PARAMS_HOLD_S: Final = 20.0
+
+
+@dataclass(eq=False)
+class HeldBlocks:
+    """The KV blocks that a prefill worker holds for a request, until a decode worker fetches them.
+
+    `params`: what its answer says of them, as JSON. `sent_at` and `answered_at`: when it got the
+    request, and answered. `cached_tokens`: how many of the prompt's it had cached, if it said so.
+    `were_moved`: the params go to a second decode worker, because the first refused."""
+
+    leg: WorkerUse
+    params: bytes
+    sent_at: float
+    answered_at: float
+    cached_tokens: int | None
+    were_moved: bool = False
+
+    @property
+    def are_old(self) -> bool:
+        """Whether no decode worker may get the params any more."""
+        return monotonic() - self.answered_at > _PARAMS_HOLD_S
 
 
 def prefill_body(body: bytes, path: bytes) -> bytes:

@@ -51,7 +51,6 @@ happen. If no other worker may be tried, the request is OVER instead of LOOKING.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
 from typing import Final
@@ -61,7 +60,7 @@ from lean_selector.gateway.answers import AnswerReader
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.genai_metrics import Timing
 from lean_selector.gateway.headers import answer_lines, id_line, is_stream, refusal, request_lines
-from lean_selector.gateway.pair import decode_body, params_of, prefill_body
+from lean_selector.gateway.pair import HeldBlocks, decode_body, params_of, prefill_body
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import NO_PARAMS, Routed
 from lean_selector.gateway.upstreams import WorkerUse
@@ -78,9 +77,6 @@ _NOWHERE: Final = frozenset[str]()
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_KEPT_BYTES: Final = 8 << 20  # of an answer that is kept; a longer one is a failure
-# How long after the prefill worker's answer its params may still go to another decode worker. It
-# holds the blocks for 30 s, of which connecting may take 5.
-_PARAMS_HOLD_S: Final = 20.0
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
@@ -93,27 +89,6 @@ class State(Enum):
     SHEDDING = auto()  # the worker answers an error, which is kept, and another is tried after it
     RELAYING = auto()  # the client gets the answer
     OVER = auto()
-
-
-@dataclass(eq=False)
-class HeldBlocks:
-    """The KV blocks that a prefill worker holds for a request, until a decode worker fetches them.
-
-    `params`: what its answer says of them, as JSON. `sent_at` and `answered_at`: when it got the
-    request, and answered. `cached_tokens`: how many of the prompt's it had cached, if it said so.
-    `were_moved`: the params go to a second decode worker, because the first refused."""
-
-    leg: WorkerUse
-    params: bytes
-    sent_at: float
-    answered_at: float
-    cached_tokens: int | None
-    were_moved: bool = False
-
-    @property
-    def are_old(self) -> bool:
-        """Whether no decode worker may get the params any more."""
-        return monotonic() - self.answered_at > _PARAMS_HOLD_S
 
 
 class ProxiedRequest:
