@@ -109,10 +109,9 @@ class FleetView:
         state = worker.lifecycle
         since: int | None = None
         source_state = None if source is None else source.state
-        source_since = None if source is None else round(wall - source.state_age_s)
         load = None if partition is None else partition.slots.ranks.get(key)
         if partition is None or load is None:
-            return FleetRank(*key, state, since, source_state, source_since)
+            return FleetRank(*key, state, since, source_state)
         health = partition.health.ranks.get(key)
         if state == SCHEDULABLE:
             state = "in_service" if health is None else health.state
@@ -124,17 +123,11 @@ class FleetView:
             state,
             since,
             source_state,
-            source_since,
             min(load.active_prefill_tokens, U64_MAX),
-            load.active_decode_blocks,
             load.active_requests,
             partition.index.blocks(*key, Tier.DEVICE),
-            counts.selections,
             counts.prompt_tokens,
             counts.overlap_tokens,
-            counts.ok,
-            counts.failed,
-            counts.refused,
             round(counts.ttft_s, 3),
             counts.ttft_count,
             round(counts.predicted_s, 3),

@@ -28,17 +28,11 @@ class FleetRank(msgspec.Struct, frozen=True, gc=False):
     state: str
     since: int | None
     source: str | None
-    source_since: int | None
     prefill_tokens: int = 0
-    decode_blocks: int = 0
     requests: int = 0
     cached_blocks: int = 0
-    selections: int = 0
     prompt_tokens: int = 0
     overlap_tokens: int = 0
-    ok: int = 0
-    failed: int = 0
-    refused: int = 0
     ttft_s: float = 0.0
     ttft_count: int = 0
     predicted_s: float = 0.0

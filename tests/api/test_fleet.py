@@ -110,14 +110,10 @@ def test_a_rank_has_its_load_its_sums_and_its_state() -> None:
     assert [worker["total_kv_blocks"] for worker in fleet["workers"]] == [None, 100]
     ranks = {(rank["worker_id"], rank["dp_rank"]): rank for rank in fleet["ranks"]}
     assert ranks.keys() == {(1, 0), (2, 0), (2, 1)}
-    assert (ranks[1, 0]["state"], ranks[1, 0]["since"], ranks[1, 0]["refused"]) == (
-        "ejected",
-        5000,
-        3,
-    )
-    given = next(rank for rank in ranks.values() if rank["selections"])
+    assert (ranks[1, 0]["state"], ranks[1, 0]["since"]) == ("ejected", 5000)
+    given = next(rank for rank in ranks.values() if rank["prompt_tokens"])
     assert (given["worker_id"], given["requests"]) == (2, 1)
-    assert (given["prompt_tokens"], given["prefill_tokens"], given["decode_blocks"]) == (8, 8, 2)
+    assert (given["prompt_tokens"], given["prefill_tokens"]) == (8, 8)
     assert ranks[2, 0]["cached_blocks"] == 3
     assert fleet["models"][0]["pending_count"] == 0
 

@@ -19,7 +19,7 @@ TOP = [sys.executable, "-m", "lean_selector", "top"]
 
 
 def rank(worker_id: int, state: str = "in_service", **sums: int) -> FleetRank:
-    return FleetRank(worker_id, 0, state, None, "live", None, **sums)
+    return FleetRank(worker_id, 0, state, None, "live", **sums)
 
 
 def fleet(*ranks: FleetRank, findings: tuple[Finding, ...] = ()) -> Fleet:
