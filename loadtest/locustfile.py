@@ -19,7 +19,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import gevent
 import httpx
@@ -79,20 +78,13 @@ class Run:
         }
 
 
-#: The run of each locust environment: in one process there may be several, in tests for example.
-RUNS: WeakKeyDictionary[Environment, Run] = WeakKeyDictionary()
-
-
 class RouterUser(FastHttpUser):
     """What users of both services have in common: the run, and calls that name their route."""
 
     abstract = True
     wait_time = between(0.0, 0.02)  # seconds; load is set by the number of users
     connection_timeout = network_timeout = 30.0
-
-    @property
-    def run_(self) -> Run:
-        return RUNS[self.environment]
+    run_: Run  # of all users, from the start of a test
 
     def call(self, method: str, route: str, body: object = None, reservation: str = "") -> Any:
         """The decoded answer; None, and a failure in the statistics, when it is not 2xx."""
@@ -281,7 +273,7 @@ def begin(environment: Environment, **_: object) -> None:
     """Make what the users share; one process of a distributed test registers the workers."""
     assert environment.parsed_options is not None, "locust was started without its command line"
     assert environment.runner is not None, "a test has started"
-    run = RUNS[environment] = Run(environment.parsed_options)
+    run = RouterUser.run_ = Run(environment.parsed_options)
     chosen = environment.user_classes
     try:
         if len(chosen) != 1:
@@ -298,7 +290,7 @@ def begin(environment: Environment, **_: object) -> None:
 @events.test_stop.add_listener  # type: ignore[untyped-decorator]  # locust's
 def end(environment: Environment, **_: object) -> None:
     """Take our workers away again, from a service that may live on."""
-    run, host = RUNS[environment], host_of(environment)
+    run, host = RouterUser.run_, host_of(environment)
     for worker_id, engine in run.engines.items():
         ask(host, "DELETE", f"/workers/{worker_id}")
         engine.close()

@@ -32,29 +32,22 @@ Figure = Callable[[Results, str, str], float | None]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A target and a stricter aim, in `unit`."""
+    """A target, in `unit`."""
 
     title: str
     figure: Figure
     target: float
-    aim: float | None = None
     at_least: bool = False  # the figure must not be below, instead of not above
     unit: str = "x"
-
-    def meets(self, value: float, limit: float) -> bool:
-        return value >= limit if self.at_least else value <= limit
 
     def verdict(self, value: float | None) -> str:
         if value is None:
             return "not measured"
-        if not self.meets(value, self.target):
-            return "missed"
-        reached = self.aim is not None and self.meets(value, self.aim)
-        return "met, and the stricter aim too" if reached else "met"
+        is_met = value >= self.target if self.at_least else value <= self.target
+        return "met" if is_met else "missed"
 
-    def limit(self, value: float | None) -> str:
-        sign = "≥" if self.at_least else "≤"
-        return "" if value is None else f"{sign} {value:g} {self.unit}".rstrip()
+    def limit(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.target:g} {self.unit}".rstrip()
 
 
 def _ratio(case: str, metric: str = "cpu_us") -> Figure:
@@ -75,64 +68,55 @@ def _own_ratio(case: str, other: str, metric: str = "cpu_us") -> Figure:
     return lambda results, ours, reference: results.quotient(case, ours, other, ours, metric)
 
 
-def _select(what: str, target: float, aim: float) -> Row:
-    return Row(f"CPU, select, {what}", _ratio(f"select, {what}"), target, aim)
+def _select(what: str, target: float) -> Row:
+    return Row(f"CPU, select, {what}", _ratio(f"select, {what}"), target)
 
 
 ROWS = (
-    _select("8 blocks, 16 workers", 0.80, 0.65),
-    _select(TRACE, 0.65, 0.50),
-    _select("trace prompts at 64, 16 workers", 0.75, 0.55),
-    _select("4096 blocks, 16 workers", 0.60, 0.45),
-    Row("CPU, lifecycle, trace prompts", _ratio(f"lifecycle, {TRACE}"), 0.33, 0.25),
-    Row("CPU, lifecycle, 8 blocks", _ratio("lifecycle, 8 blocks, 16 workers"), 1.0, 0.80),
-    _select("8 blocks, 128 workers", 0.55, 0.45),
-    _select("8 blocks, 512 workers", 0.28, 0.20),
+    _select("8 blocks, 16 workers", 0.80),
+    _select(TRACE, 0.65),
+    _select("trace prompts at 64, 16 workers", 0.75),
+    _select("4096 blocks, 16 workers", 0.60),
+    Row("CPU, lifecycle, trace prompts", _ratio(f"lifecycle, {TRACE}"), 0.33),
+    Row("CPU, lifecycle, 8 blocks", _ratio("lifecycle, 8 blocks, 16 workers"), 1.0),
+    _select("8 blocks, 128 workers", 0.55),
+    _select("8 blocks, 512 workers", 0.28),
     Row(
         "own CPU at 512 workers over own at 16",
         _own_ratio("select, 8 blocks, 512 workers", "select, 8 blocks, 16 workers"),
         1.4,
-        1.1,
     ),
     Row(
         "own CPU at 4096 workers over own at 16, no events",
         _own_ratio(with_option("no events", 4_096), with_option("no events", 16)),
         1.5,
-        1.2,
     ),
     *(
         Row(
             f"own CPU with {option} over own without, 512 workers",
             _own_ratio(with_option(option), with_option("nothing")),
             target,
-            1.2,
         )
         for option, target in OPTIONS.items()
     ),
-    *(
-        Row(f"CPU, {with_option(option)}", _ratio(with_option(option)), 0.7, 0.4)
-        for option in OPTIONS
-    ),
+    *(Row(f"CPU, {with_option(option)}", _ratio(with_option(option)), 0.7) for option in OPTIONS),
     Row(
         "CPU, msgpack body over the reference's JSON, trace prompts",
         lambda results, ours, reference: results.quotient(
             MSGPACK, ours, f"select, {TRACE}", reference, "cpu_us"
         ),
         0.20,
-        0.12,
     ),
     Row(
         "requests/s on one core, 8 blocks",
         _ratio("select on one core, 8 blocks, 16 workers", "rps"),
         1.15,
-        1.4,
         at_least=True,
     ),
     Row(
         "p99.9 at 1000 selects/s while 20000 blocks/s arrive",
         _ratio(f"select at a fixed rate while ingesting, {TRACE}", "open_p999_us"),
         1.0,
-        0.7,
     ),
     Row("threads at 512 workers", _own(LARGE_FLEET, "threads"), 4, unit=""),
     Row(
@@ -141,18 +125,18 @@ ROWS = (
         600,
         unit="",
     ),
-    Row("CPU per block, fresh, whole prompts per event", _ratio(index.FRESH, CPU), 1.2, 0.8),
-    Row("CPU per block stored or evicted in churn", _ratio(index.CHURN, CPU), 1.1, 0.8),
-    Row("memory per holding, fresh", _ratio(index.FRESH, MEMORY), 2.5, 1.5),
-    Row("memory per holding after churn", _ratio(index.CHURN, MEMORY), 1.5, 1.0),
+    Row("CPU per block, fresh, whole prompts per event", _ratio(index.FRESH, CPU), 1.2),
+    Row("CPU per block stored or evicted in churn", _ratio(index.CHURN, CPU), 1.1),
+    Row("memory per holding, fresh", _ratio(index.FRESH, MEMORY), 2.5),
+    Row("memory per holding after churn", _ratio(index.CHURN, MEMORY), 1.5),
     *(
-        Row(f"{title}, {case.removeprefix('index, ')}", _ratio(case, metric), target, aim)
+        Row(f"{title}, {case.removeprefix('index, ')}", _ratio(case, metric), target)
         for filling in index.FILLINGS[1:]
         if filling.layout.is_read
         for case in filling.cases
-        for title, metric, target, aim in (
-            ("CPU per block", CPU, 0.8, 0.6),
-            ("memory per holding", MEMORY, 1.3, 1.0),
+        for title, metric, target in (
+            ("CPU per block", CPU, 0.8),
+            ("memory per holding", MEMORY, 1.3),
         )
         if metric == CPU or case == filling.cases[0]
     ),
@@ -160,7 +144,6 @@ ROWS = (
         "longest pause while 1000000 holdings churn at 50000 blocks/s",
         _own(index.PAUSE, "open_max_us", 1e-3),
         10,
-        2,
         unit="ms",
     ),
 )
@@ -172,7 +155,6 @@ class Verdict(msgspec.Struct, frozen=True):
     title: str
     values: list[float | None]
     target: str
-    aim: str
     verdict: str
 
 
@@ -182,7 +164,7 @@ def verdicts(results: Results) -> list[Verdict]:
     for row in ROWS:
         values = [row.figure(results, *each) for each in results.comparisons]
         judged = row.verdict(values[0] if values else None)
-        found.append(Verdict(row.title, values, row.limit(row.target), row.limit(row.aim), judged))
+        found.append(Verdict(row.title, values, row.limit(), judged))
     return found
 
 
@@ -258,12 +240,12 @@ def tables(results: Results) -> list[str]:
         if rows:
             made.append(_table(title, ["case", *results.targets, *against], rows))
     judged = [
-        [row.title, *map(figure, row.values), row.target, row.aim, row.verdict]
+        [row.title, *map(figure, row.values), row.target, row.verdict]
         for row in verdicts(results)
         if any(value is not None for value in row.values)
     ]
     title = "Targets (x is ours over the reference)"
-    return [*made, _table(title, ["figure", *against, "target", "stricter aim", "verdict"], judged)]
+    return [*made, _table(title, ["figure", *against, "target", "verdict"], judged)]
 
 
 def lines(results: Results, about: dict[str, str]) -> str:
