@@ -1,20 +1,14 @@
 """Envoy with the recipe `deploy/envoy/epp.yaml`, a selector as its endpoint picker, and workers."""
 
-import http.client
-import json
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from loadtest.child_service import free_port
-from tests.recipes.gateways import DEPLOY, WORKERS, Gateway, Places, edited
-from tests.support.openai_worker import MODEL, OpenAiWorker
+from tests.recipes.gateways import CHAT, DEPLOY, WORKERS, Behind, Gateway, Places, edited
 from tests.support.programs import python_program
-from tests.support.running_service import RunningService, wait_until
 
-CHAT = "/v1/chat/completions"
 # What data planes send, by the name of the mode: of the request's body and of the response.
 RECIPE = "BUFFERED, trailers"
 DUPLEX = "FULL_DUPLEX, both ways"
@@ -82,8 +76,8 @@ class EpEnvoy(Gateway):
         return [envoy, "-c", str(configuration), *flags]
 
 
-class Picked:
-    """Two workers, a selector that finds them, and Envoy before them."""
+class Picked(Behind):
+    """With a picker in the selector, and Envoy."""
 
     def __init__(
         self,
@@ -94,58 +88,22 @@ class Picked:
         tells_first_token: bool = False,
     ) -> None:
         """`host`: of the workers. `tells_first_token`: with the recipe's Lua."""
-        self.workers = [OpenAiWorker(host=host), OpenAiWorker(host=host)]
         self.name = ""
         self.picker_port = free_port()
-        self.selector = RunningService(
-            *("--prompts", "tokenize", "--discover-interval-secs", "0.2", "--policy", "latency"),
+        super().__init__(
+            *("--policy", "latency", "--epp-max-wait-secs", "90"),
             *("--epp-port", str(self.picker_port), "--epp-host", "127.0.0.1"),
-            *("--epp-max-wait-secs", "90"),
-            *(part for worker in self.workers for part in ("--discover", f"url:{worker.url}")),
             *flags,
+            host=host,
         )
         ports = [worker.port for worker in self.workers]
         changes = {
             "port_value: 8092": f"port_value: {self.selector.port}",
-            # A loaded machine is slow.
-            "message_timeout: 3s": "message_timeout: 100s",
-            "connect_timeout: 0.2s": "connect_timeout: 20s",
+            "message_timeout: 3s": "message_timeout: 100s",  # a loaded machine is slow
         }
         if tells_first_token:
             changes["#+"] = ""
-        self.envoy = EpEnvoy(folder, self.picker_port, ports, mode, host, changes)
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            for worker in self.workers:
-                stack.enter_context(worker)
-            stack.enter_context(self.selector)
-            self.wait_until_found()
-            stack.enter_context(self.envoy)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def wait_until_found(self, count: int = 2) -> None:
-        wait_until(
-            lambda: self.selector.get("/ready")[1]["schedulable_workers"] == count,
-            "the workers are found",
-        )
-
-    def wait_until_free(self) -> None:
-        wait_until(lambda: self.selector.active() == 0, "every reservation is freed")
-
-    def ask(
-        self, body: object, path: str = CHAT, method: str = "POST", **headers: str
-    ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        with self.envoy.connection() as connection:
-            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(method, path, raw, {"content-type": "application/json", **headers})
-            answer = connection.getresponse()
-            return answer.status, answer.headers, answer.read()
+        self.gateway = EpEnvoy(folder, self.picker_port, ports, mode, host, changes)
 
     def requests(self) -> list[dict[str, Any]]:
         """Completions that reached the workers."""
@@ -155,7 +113,3 @@ class Picked:
             for request in worker.seen()["requests"]
             if CHAT in request["line"]
         ]
-
-
-def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **more}

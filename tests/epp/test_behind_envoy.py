@@ -12,15 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.epp.behind_envoy import (
-    CHAT,
-    DUPLEX,
-    MODES,
-    RECIPE,
-    SILENT_MODE,
-    Picked,
-    chat,
-)
+from tests.epp.behind_envoy import DUPLEX, MODES, RECIPE, SILENT_MODE, Picked
+from tests.recipes.gateways import CHAT, chat
 from tests.support.openai_worker import MODEL
 from tests.support.prometheus_tools import parsed, scrape
 from tests.support.running_service import wait_until
@@ -42,7 +35,7 @@ def picked(
 
 def raw(picked: Picked, body: bytes, size: int | None = None) -> socket.socket:
     """A client that has sent a request, with less of its body than `size` if that is given."""
-    client = socket.create_connection(("127.0.0.1", picked.envoy.port), timeout=60)
+    client = socket.create_connection(("127.0.0.1", picked.gateway.port), timeout=60)
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     client.sendall(f"{head}content-length: {size or len(body)}\r\n\r\n".encode() + body)
     return client
@@ -92,7 +85,7 @@ def test_trailers_and_empty_bodies_of_requests_pass(picked: Picked) -> None:
     head += b"transfer-encoding: chunked\r\n"
     trailers = b"trailer: x-sum\r\n\r\n%x\r\n%b\r\n0\r\nx-sum: 1\r\n\r\n" % (len(body), body)
     for rest, status in ((trailers, b"200"), (b"\r\n0\r\n\r\n", b"400")):  # the worker's own
-        address = "127.0.0.1", picked.envoy.port
+        address = "127.0.0.1", picked.gateway.port
         with closing(socket.create_connection(address, timeout=60)) as client:
             client.sendall(head + rest)
             assert client.recv(65536)[9:12] == status

@@ -6,12 +6,15 @@ selector and its ends are, the token that it asks for, the port, and where files
 
 import contextlib
 import http.client
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from loadtest.child_service import ChildService, free_port
+from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.programs import program, python_program
+from tests.support.running_service import RunningService, wait_until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 WORKERS = ("10.0.0.11:8000", "10.0.0.12:8000")  # of the recipes
@@ -226,3 +229,57 @@ GATEWAYS: dict[str, type[Gateway]] = {
     "haproxy": HaProxy,
     "envoy": Envoy,
 }
+
+
+CHAT = "/v1/chat/completions"
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **more}
+
+
+class Behind:
+    """Two workers, a selector that finds them, and a gateway before them, all while entered."""
+
+    gateway: Gateway
+
+    def __init__(self, *flags: str, host: str = "127.0.0.1") -> None:
+        """`flags`: of the selector. `host`: of the workers."""
+        self.workers = [OpenAiWorker(host=host), OpenAiWorker(host=host)]
+        self.selector = RunningService(
+            *("--prompts", "tokenize", "--discover-interval-secs", "0.2"),
+            *(part for worker in self.workers for part in ("--discover", f"url:{worker.url}")),
+            *flags,
+        )
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for worker in self.workers:
+                stack.enter_context(worker)
+            stack.enter_context(self.selector)
+            self.wait_until_found()
+            stack.enter_context(self.gateway)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def wait_until_found(self, count: int = 2) -> None:
+        wait_until(
+            lambda: self.selector.get("/ready")[1]["schedulable_workers"] == count,
+            "the workers are found",
+        )
+
+    def wait_until_free(self) -> None:
+        wait_until(lambda: self.selector.active() == 0, "every reservation is freed")
+
+    def ask(
+        self, body: object, path: str = CHAT, method: str = "POST", **headers: str
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        with self.gateway.connection() as connection:
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request(method, path, raw, {"content-type": "application/json", **headers})
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()

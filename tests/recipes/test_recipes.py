@@ -1,6 +1,5 @@
 """Each recipe of `deploy/` on its gateway, before a selector and two workers: what users see."""
 
-import http.client
 import json
 import os
 import re
@@ -11,52 +10,28 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
+from tests.recipes.gateways import CHAT, GATEWAYS, Behind, Nginx, Places, chat
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.prometheus_tools import scrape
-from tests.support.running_service import RunningService, wait_until
+from tests.support.running_service import wait_until
 from tests.support.threaded_server import ThreadedServer, body_of, send
 
-CHAT = "/v1/chat/completions"
 OF_PREFILL = ("x-prefiller-host-port", "x-prefill-data-parallel-rank", "x-prefill-worker-id")
 
 
-class Fleet:
-    """Two workers, a selector that finds them, and a gateway before them."""
+class Fleet(Behind):
+    """With a recipe's gateway."""
 
     def __init__(self, folder: Path, gateway: str, kind: str, *flags: str) -> None:
-        self.workers = [OpenAiWorker(), OpenAiWorker()]
         self.places = places = Places(folder, kind)
-        self.selector = RunningService(
-            *places.flags(),
-            *("--prompts", "tokenize", "--discover-interval-secs", "0.2"),
-            *(part for worker in self.workers for part in ("--discover", f"url:{worker.url}")),
-            *flags,
-        )
+        super().__init__(*places.flags(), *flags)
         self.selector.port = places.selector_port
-        ports = [worker.port for worker in self.workers]
-        self.name = gateway
-        self.gateway: Gateway = GATEWAYS[gateway](folder, places, ports)
-        self._stack = ExitStack()
+        self.gateway = GATEWAYS[gateway](folder, places, [worker.port for worker in self.workers])
         self._lines_before: Counter[str] = Counter()
         self._served_before = [0, 0]
-
-    def __enter__(self) -> "Fleet":
-        with ExitStack() as stack:
-            for worker in self.workers:
-                stack.enter_context(worker)
-            stack.enter_context(self.selector)
-            self.wait_until_found()
-            stack.enter_context(self.gateway)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def begin(self) -> None:
         """From here on the next test counts.
@@ -73,10 +48,7 @@ class Fleet:
         self._lines_before, self._served_before = Counter(self.lines()), self.served()
 
     def wait_until_found(self, count: int = 2) -> None:
-        wait_until(
-            lambda: self.selector.get("/ready")[1]["schedulable_workers"] == count,
-            "the workers are found",
-        )
+        super().wait_until_found(count)
         # Or the first events of an engine are asked for once more, which takes its time.
         wait_until(
             lambda: all(
@@ -84,9 +56,6 @@ class Fleet:
             ),
             "the workers' events are heard",
         )
-
-    def wait_until_free(self) -> None:
-        wait_until(lambda: self.selector.active() == 0, "every reservation is freed")
 
     def wait_until_known(self) -> None:
         """What the workers hold: the next choice counts with it."""
@@ -109,34 +78,12 @@ class Fleet:
         every = Counter({result: int(count) for result, count in found})
         return dict(every - self._lines_before)
 
-    def ask(
-        self, body: object, path: str = CHAT, headers: dict[str, str] | None = None
-    ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        with self.gateway.connection() as connection:
-            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            connection.request(
-                "POST", path, raw, {"content-type": "application/json", **(headers or {})}
-            )
-            answer = connection.getresponse()
-            return answer.status, answer.headers, answer.read()
-
     def served(self) -> list[int]:
         """Completions that each worker was asked for."""
         return [
             sum("completions " in request["line"] for request in worker.seen()["requests"]) - before
             for worker, before in zip(self.workers, self._served_before, strict=True)
         ]
-
-
-def chat(text: str, **more: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **more}
-
-
-@pytest.fixture(params=GATEWAYS)
-def gateway(request: pytest.FixtureRequest) -> str:
-    name = request.param
-    assert isinstance(name, str)
-    return name
 
 
 # Those over UNIX sockets first, for the tests that take these alone: pytest groups by the index.
@@ -344,8 +291,8 @@ def test_who_prefills_is_told_to_the_decode_worker_and_never_by_a_client(
             path = f"/workers/{ids[worker.url]}"
             assert fleet.selector.request("PATCH", path, {"worker_role": role})[0] == 200
         own = dict.fromkeys(OF_PREFILL, "127.0.0.1:1")
-        assert fleet.ask(chat("a pair " * 20), headers=own)[0] == 200
-        assert fleet.ask(chat("and no pair", prompt_logprobs=1), headers=own)[0] == 200
+        assert fleet.ask(chat("a pair " * 20), **own)[0] == 200
+        assert fleet.ask(chat("and no pair", prompt_logprobs=1), **own)[0] == 200
         fleet.wait_until_free()
         assert fleet.served() == [0, 2]
         asked = [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes.gateways import GATEWAYS
-from tests.recipes.test_recipes import Fleet, chat
+from tests.recipes.gateways import chat
+from tests.recipes.test_recipes import Fleet
 from tests.support.prometheus_tools import scrape
 from tests.support.recording_proxy import RecordingProxy
 from tests.support.running_service import wait_until
@@ -51,13 +51,6 @@ def heard(fleet: Fleet) -> list[str]:
     ]
 
 
-@pytest.fixture(params=GATEWAYS)
-def gateway(request: pytest.FixtureRequest) -> str:
-    name = request.param
-    assert isinstance(name, str)
-    return name
-
-
 @pytest.mark.parametrize("asks", [True, False], ids=["asking", "not asking"])
 def test_the_selector_gets_the_gateways_token_and_the_worker_its_clients(
     gateway: str, asks: bool, tmp_path: Path
@@ -69,7 +62,7 @@ def test_the_selector_gets_the_gateways_token_and_the_worker_its_clients(
             with fleet.gateway:
                 for _ in range(3):
                     body = chat("three equal prompts " * 20, max_tokens=2)
-                    status, _, text = fleet.ask(body, headers={"authorization": CLIENTS})
+                    status, _, text = fleet.ask(body, authorization=CLIENTS)
                     assert status == 200
                     fleet.wait_until_free()
                     fleet.wait_until_known()
@@ -91,7 +84,7 @@ def test_whose_token_is_refused_balances_by_itself_and_the_selector_counts_it(
     with running(tmp_path, gateway, token=token) as fleet:
         clients = [CLIENTS, f"Bearer {WRITE}"]  # a client's own opens nothing
         for client in clients:
-            status, headers, _ = fleet.ask(chat("hello"), headers={"authorization": client})
+            status, headers, _ = fleet.ask(chat("hello"), authorization=client)
             assert (status, headers["www-authenticate"]) == (200, None)
         assert sorted(heard(fleet)) == sorted(clients)
         assert routed(fleet) == {"403" if token == READ else "401": 2}
