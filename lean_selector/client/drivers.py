@@ -167,11 +167,10 @@ class Driver:
     async def book(self, call: Call[T], reservation: Reservation) -> T:
         """Sends a request that makes a reservation. If this raises, no reservation exists, or it
         will be freed: also if the calling task is cancelled, or close() is called meanwhile."""
-        self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({earlier})  # otherwise it could free this new reservation
         self._check_open()
-        reservation.call = task = asyncio.create_task(self._service.exchange(call))
+        reservation.call = task = asyncio.create_task(self.ask(call))
         self._live.add(reservation)
         try:
             await asyncio.wait({task})  # if this task is cancelled, the request continues

@@ -129,7 +129,6 @@ class TokenStream(Placed, AsyncClosing):
                 completion.state = "done"
         except MalformedStream as error:
             self._failure = WorkerStreamBroken(self.worker_id, self.endpoint, str(error))
-            self.went("failed")
         else:
             if completion.state != "open":
                 self.went("ok", cached_tokens=completion.cached_tokens)
@@ -137,7 +136,6 @@ class TokenStream(Placed, AsyncClosing):
 
     async def aclose(self) -> None:
         """Stops the generation, and frees the reservation."""
-        self._ready.clear()
         await self._driver.release_now(self._reservation)
 
     def __del__(self) -> None:

@@ -3,6 +3,7 @@
 How a request is treated, it says itself, in the field `fake`:
     status            answer with this status and no stream
     break_after       cut the connection after so many tokens
+    ends_after        end the response after so many tokens
     error_after       report an error in the stream after so many tokens
     stall_after       say nothing more after so many tokens
     step_s            pause between two tokens
@@ -77,6 +78,9 @@ def _streamed(handler: BaseHTTPRequestHandler, body: dict[str, Any], fake: Any) 
     for number in range(tokens + 1):
         if number == fake.get("break_after"):
             return False
+        if number == fake.get("ends_after"):
+            handler.wfile.write(b"0\r\n\r\n")
+            return True
         if number == fake.get("stall_after"):
             _wait(handler, None)
         if number == fake.get("error_after"):

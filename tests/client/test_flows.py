@@ -21,6 +21,7 @@ from lean_selector.client.client_settings import Backoff, Timeouts
 from lean_selector.client.drivers import Driver, Reservation
 from lean_selector.client.errors import (
     AlreadyExists,
+    ClientClosed,
     ClientError,
     InvalidRequest,
     ModelNotNamed,
@@ -411,6 +412,21 @@ async def test_a_booking_whose_answer_is_lost_is_freed_before_that_is_said(
         await real.book(calls.select_and_reserve("r", {}), Reservation(1, reservation_id="r"))
     assert service.methods == methods
     await real.close()
+
+
+@on_loop
+async def test_nothing_is_booked_while_the_driver_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Scripted(UNREACHABLE)
+    real = Driver(service, Timeouts())
+    is_released = asyncio.Event()
+    monkeypatch.setattr(service, "exchange", lambda _: is_released.wait())
+    real.release(Reservation(1))
+    closing = asyncio.create_task(real.close())
+    await asyncio.sleep(0)
+    with pytest.raises(ClientClosed):
+        await real.book(calls.select_and_reserve("r", {}), Reservation(1, reservation_id="r"))
+    is_released.set()
+    await closing
 
 
 def test_what_a_service_refuses_for_good_is_not_asked_again() -> None:

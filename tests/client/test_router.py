@@ -135,6 +135,7 @@ async def test_a_stream_ends_at_the_engines_last_word(
     ("manner", "reason"),
     [
         pytest.param({"break_after": 2}, "RemoteProtocolError", id="connection cut"),
+        pytest.param({"ends_after": 2}, "before it was finished", id="early end"),
         pytest.param({"error_after": 2}, "the fake fails", id="error event"),
         pytest.param({"stall_after": 2}, "ReadTimeout", id="silence"),
     ],
@@ -310,12 +311,15 @@ def test_a_router_that_was_used_before_a_fork_is_closed_in_the_child() -> None:
 def test_an_interrupted_wait_is_shown_to_the_caller(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_shown = threading.Event()
+    is_cancelled = threading.Event()
     caller = threading.get_ident()
 
     async def interrupted(_: float) -> None:
         signal.pthread_kill(caller, signal.SIGINT)
-        await asyncio.to_thread(is_shown.wait, 60)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
 
     fleet.workers[1].status = fleet.workers[2].status = 503
     # A shell starts what runs in the background with SIGINT ignored.
@@ -325,7 +329,7 @@ def test_an_interrupted_wait_is_shown_to_the_caller(
             monkeypatch.setattr(router._router._driver, "pause", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 router.generate(TOKENS, MODEL)
-            is_shown.set()
+            assert is_cancelled.wait(60)
             fleet.wait_until_free()
     finally:
         signal.signal(signal.SIGINT, before)
