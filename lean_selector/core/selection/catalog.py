@@ -6,7 +6,6 @@ its partition. Otherwise the worker is registered as `incomplete`, and the HTTP 
 reasons (spec selection.md section 2; decisions D3, D6, D10). The catalog opens no sockets: a
 `SourceSink` subscribes to the workers' events."""
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -252,8 +251,6 @@ class Catalog:
         self.revision = 0  # incremented on each visible change of `workers`
         # Every model and tenant that had a worker here, up to a limit.
         self.known: dict[PartitionKey, None] = {}
-        # Keys of all workers, as `matching` sorts them
-        self._order: list[tuple[str, str, int]] = []
         self.partitions: dict[PartitionKey, Partition] = {}
         self.refusals = Refusals(self)
 
@@ -261,12 +258,13 @@ class Catalog:
 
     def matching(self, model_name: str | None, tenant_id: str | None) -> list[Worker]:
         """Return workers of this model and tenant (None: any), sorted by (model, tenant, id)."""
-        return [
-            self.workers[worker_id]
-            for model, tenant, worker_id in self._order
-            if (model_name is None or model == model_name)
-            and (tenant_id is None or tenant == tenant_id)
+        found = [
+            worker
+            for worker in self.workers.values()
+            if model_name in (None, worker.spec.model_name)
+            and tenant_id in (None, worker.spec.tenant_id)
         ]
+        return sorted(found, key=_order_key)
 
     def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
         """Return the partition if it has schedulable workers. Otherwise raises Unavailable."""
@@ -348,7 +346,8 @@ class Catalog:
         the worker, with lifecycle `unschedulable`. Raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         self._withdraw(worker)
-        self._forget(worker)
+        del self.workers[worker_id]
+        self.revision += 1
         self.leave(worker.spec.key, worker_id)
         worker.lifecycle, worker.reasons = UNSCHEDULABLE, []
         return worker
@@ -368,23 +367,14 @@ class Catalog:
         if old is not None and (reasons or old.reasons or left is not None):
             self._withdraw(old)
             old = None
-        self._keep(new)
+        self.workers[worker_id] = new
+        self.revision += 1
+        self._remember(spec.key)
         if not reasons:
             self._publish(new, {} if old is None else old.sources)
         if left is not None:
             self.leave(left, worker_id)
         return new
-
-    def _keep(self, worker: Worker) -> None:
-        known = self.workers.get(worker.spec.worker_id)
-        if known is not None and known.spec.key != worker.spec.key:
-            self._forget(known)
-            known = None
-        if known is None:
-            insort(self._order, _order_key(worker))
-        self.workers[worker.spec.worker_id] = worker
-        self.revision += 1
-        self._remember(worker.spec.key)
 
     def _remember(self, key: PartitionKey) -> None:
         if key not in self.known:
@@ -394,11 +384,6 @@ class Catalog:
                 for old in list(self.known):
                     if old not in current and len(self.known) > MAX_REMEMBERED:
                         del self.known[old]
-
-    def _forget(self, worker: Worker) -> None:
-        del self.workers[worker.spec.worker_id]
-        del self._order[bisect_left(self._order, _order_key(worker))]
-        self.revision += 1
 
     def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:
         """Add or update a schedulable worker in its partition, and subscribe to its events."""

@@ -205,11 +205,7 @@ def outlook_of(
     load: RankLoad,
 ) -> RankOutlook:
     worker = partition.workers[load.worker_id]
-    shared = 0
-    for blocks, sharing in active_prefix_sets(partition, request):
-        if sharing & load.mask:
-            shared = blocks
-            break
+    shared = by_bit(active_prefix_sets(partition, request), load.mask).get(load.bit, 0)
     hint = None
     if request.adds & HINT and worker.hint_type and partition.routed is None:
         hint = _hint(partition, worker, load, request, matches)
