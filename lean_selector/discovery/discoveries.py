@@ -107,27 +107,11 @@ class Discoveries(Part):
             return once
         if target.kind == "file":
             return FileFinder(sighting, target.name, self.interval_s, on_found).run
-        if target.kind == "dns" and target.port is not None:
-            return DnsFinder(
-                sighting,
-                target.name,
-                int(target.port),
-                target.is_secure,
-                self.interval_s,
-                self.resolve,
-                on_endpoints,
-            ).run
-        assert self.api_client is not None
-        return KubernetesFinder(
-            sighting,
-            self.api_client,
-            self.api,
-            target.namespace,
-            target.name,
-            target.port,
-            on_endpoints,
-            self.role_label if finds == "workers" else "",
-        ).run
+        if target.kind == "dns":
+            return DnsFinder(sighting, target, self.interval_s, self.resolve, on_endpoints).run
+        client, label = self.api_client, self.role_label if finds == "workers" else ""
+        assert client is not None
+        return KubernetesFinder(sighting, client, self.api, target, on_endpoints, label).run
 
     # -- running -----------------------------------------------------------------------------------
 

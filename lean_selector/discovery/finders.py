@@ -17,6 +17,7 @@ from lean_selector.discovery.particulars import (
     Found,
     FoundEndpoint,
     Particulars,
+    Target,
     endpoint_key,
     role_of,
 )
@@ -246,9 +247,7 @@ class DnsFinder:
     that there are no workers."""
 
     sighting: Sighting
-    name: str
-    port: int
-    is_secure: bool
+    target: Target
     interval_s: float
     resolve: Resolve
     on_endpoints: OnEndpoints
@@ -265,12 +264,13 @@ class DnsFinder:
             await asyncio.sleep(self.interval_s)
 
     async def _resolve(self) -> list[FoundEndpoint]:
-        addresses = await self.resolve(self.name, self.port)
+        port = int(self.target.port or 0)
+        addresses = await self.resolve(self.target.name, port)
         # The IPv4 and IPv6 addresses are those of the same workers; IPv4 is used.
         families = {family for family, _ in addresses}
         wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
         found = {
-            FoundEndpoint(str(address[0]), self.port, self.is_secure)
+            FoundEndpoint(str(address[0]), port, self.target.is_secure)
             for family, address in addresses
             if family == wanted and isinstance(address, tuple)
         }

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import msgspec
 
 from lean_selector.discovery.finders import OnEndpoints, Sighting
-from lean_selector.discovery.particulars import FoundEndpoint, role_of
+from lean_selector.discovery.particulars import FoundEndpoint, Target, role_of
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 
 # -- EndpointSlices, discovery.k8s.io/v1 -----------------------------------------------------------
@@ -163,22 +163,20 @@ AGAIN_LIMIT_S: Final = 30.0
 @dataclass(eq=False)
 class KubernetesFinder:
     """Discovers the endpoints of one service. `client` sends the service account's token, and
-    trusts the API server's certificate authority. `port` is a port's name or number."""
+    trusts the API server's certificate authority."""
 
     sighting: Sighting
     client: OutboundClient
     api: str
-    namespace: str
-    service: str
-    port: str | None
+    target: Target
     on_endpoints: OnEndpoints
     role_label: str = ""
     again_first_s: float = AGAIN_FIRST_S
     version: str = ""  # version to watch from; empty before a list and after 410
 
     def __post_init__(self) -> None:
-        namespace = quote(self.namespace, safe="")
-        selector = quote(f"kubernetes.io/service-name={self.service}", safe="")
+        namespace = quote(self.target.namespace, safe="")
+        selector = quote(f"kubernetes.io/service-name={self.target.name}", safe="")
         self._url = (
             f"{self.api}/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
             f"?labelSelector={selector}"
@@ -264,7 +262,7 @@ class KubernetesFinder:
         self._deliver()
 
     def _deliver(self) -> None:
-        ready, leaving = endpoints_of(self._slices.values(), self.port, self.role_label)
+        ready, leaving = endpoints_of(self._slices.values(), self.target.port, self.role_label)
         self._count = len(ready)
         self.sighting.found(self._count)
         self.on_endpoints(ready, leaving)

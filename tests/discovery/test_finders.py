@@ -10,7 +10,12 @@ from pathlib import Path
 
 from lean_selector.discovery.discoveries import Discoveries
 from lean_selector.discovery.finders import DnsFinder, FileFinder, Sighting, SocketAddress
-from lean_selector.discovery.particulars import Found, FoundEndpoint, peer_target_of
+from lean_selector.discovery.particulars import (
+    Found,
+    FoundEndpoint,
+    peer_target_of,
+    target_of,
+)
 from lean_selector.discovery.peer_roster import PeerRoster
 from lean_selector.tasks import supervise
 from tests.support.on_loop import on_loop, until
@@ -25,9 +30,8 @@ class Looking:
         self.sighting = Sighting("dns")
         self.addresses: list[SocketAddress] | OSError = []
         self.urls: list[str] = []
-        self.finder = DnsFinder(
-            self.sighting, "vllm", 8000, False, 0.001, self._resolve, self._found
-        )
+        target = target_of("dns:vllm:8000")
+        self.finder = DnsFinder(self.sighting, target, 0.001, self._resolve, self._found)
 
     async def _resolve(self, name: str, port: int) -> list[SocketAddress]:
         assert (name, port) == ("vllm", 8000)

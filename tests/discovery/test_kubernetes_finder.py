@@ -13,7 +13,7 @@ import pytest
 from lean_selector.discovery import kubernetes
 from lean_selector.discovery.finders import Sighting
 from lean_selector.discovery.kubernetes import KubernetesFinder, Slice, endpoints_of
-from lean_selector.discovery.particulars import FoundEndpoint
+from lean_selector.discovery.particulars import FoundEndpoint, target_of
 from lean_selector.http.trust import TokenFile, Trust
 from lean_selector.tasks import supervise
 from tests.support.certificates import Authority
@@ -36,9 +36,7 @@ class Following:
             self.sighting,
             client(TokenFile(str(self.token_file)), trust),
             api.url,
-            NAMESPACE,
-            SERVICE,
-            port,
+            target_of(f"kubernetes:{NAMESPACE}/{SERVICE}{f':{port}' if port else ''}"),
             self._found,
             again_first_s=0.001,
         )
@@ -180,9 +178,7 @@ async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -
             sighting,
             client(),
             served.url,
-            "a",
-            "b",
-            None,
+            target_of("kubernetes:a/b"),
             lambda *endpoints: told.append(endpoints),
         )
         running = asyncio.create_task(finder.run())
