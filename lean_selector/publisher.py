@@ -5,11 +5,12 @@ replays recent batches to a service that missed them. Needs only pyzmq and msgsp
 import little. The format is vLLM's ("KV Event Publishing for Custom Engines" in Dynamo's router
 examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`."""
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Self
 
@@ -25,6 +26,8 @@ REPLAY_BYTES = 256 * 1024 * 1024
 # A reader of a replay that accepts no frames for this long is abandoned, because others wait.
 REPLAY_SEND_TIMEOUT_MS = 2_000
 LINGER_MS = 1_000  # close() waits at most this long for queued messages
+
+DESCRIPTORS = 32  # must be free at start; a publisher uses up to 16
 
 _END_OF_REPLAY = b"\xff" * 8
 _I64_MAX = 2**63 - 1
@@ -184,7 +187,8 @@ class KvEventPublisher(_EventSink):
         indexer inside the engine. worker_id is not sent, because the service identifies a worker by
         the endpoint that was registered for it.
 
-        Raises ValueError for a bad block size or port, zmq.ZMQError if an address is in use."""
+        Raises ValueError for a bad block size or port, OSError if too few files can be opened,
+        zmq.ZMQError if an address is in use."""
         super().__init__(kv_block_size)
         self.worker_id = worker_id
         self.data_parallel_rank = dp_rank
@@ -194,6 +198,7 @@ class KvEventPublisher(_EventSink):
         self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, numbered consecutively
         self._kept_bytes = 0
         self._replay: threading.Thread | None = None
+        _need_descriptors()
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -293,9 +298,16 @@ class KvEventPublisher(_EventSink):
         self.close()
 
 
+def _need_descriptors() -> None:
+    """Raises OSError if too few file descriptors are free. (libzmq would abort the process.)"""
+    with ExitStack() as taken:
+        for _ in range(DESCRIPTORS):
+            taken.enter_context(open(os.devnull, "rb"))
+
+
 class ZmqKvEventPublisher(KvEventPublisher):
     """A publisher with the name and signature that Dynamo documents. Rank 0 only, no replay."""
 
     def __init__(self, zmq_endpoint: str, kv_block_size: int, topic: str = "") -> None:
-        """Binds zmq_endpoint. Raises ValueError or zmq.ZMQError, like the base class."""
+        """Binds zmq_endpoint. Raises ValueError, OSError or zmq.ZMQError, like the base class."""
         super().__init__(kv_block_size=kv_block_size, endpoint=zmq_endpoint, topic=topic)
