@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.tools.service_process import ServiceError
 from lean_selector.wire.decision_lines import DecisionLine
 from loadtest.traces import prompt_tokens, read_trace
 from tests.loadtest.conftest import WriteTrace
@@ -44,20 +43,3 @@ def test_lines_become_requests_in_seconds_and_blocks(trace: Path) -> None:
     plain = trace.with_name("plain.jsonl")  # without gzip
     plain.write_bytes(gzip.decompress(trace.read_bytes()))
     assert list(read_trace(plain, 16, 12)) == requests
-
-
-LINE = '{"timestamp":0,"input_length":%d,"output_length":1,"hash_ids":[1]}'
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        *(("{", "truncated"), (LINE % 513, "input_length 513 for 1 hash_ids")),
-        *((LINE % 0, "input_length 0"), ('{"timestamp":0}', "input_length")),
-    ],
-)
-def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(f"{LINE % 100}\n{line}\n")
-    with pytest.raises(ServiceError, match=rf"bad\.jsonl:2: .*{message}"):
-        list(read_trace(path, 16, 10))

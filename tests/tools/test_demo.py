@@ -11,8 +11,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
+import psutil
 import pytest
 
 from lean_selector.tools.demo import main
@@ -32,22 +32,15 @@ def running_demo(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()  # only when the test failed; else it has ended
 
 
-def children(pid: int) -> list[int]:
-    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def children(pid: int | None = None) -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process(pid).children()
+    return found
 
 
 def test_a_short_run_prints_progress_and_a_summary_without_errors(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before = children(os.getpid())
+    before = children()
     assert main(["--seconds", "2", "--workers", "3"]) == 0
     output = capsys.readouterr().out
     assert re.search(r"^ *1\.\d s +\d+ calls/s", output, re.M)
@@ -59,7 +52,7 @@ def test_a_short_run_prints_progress_and_a_summary_without_errors(
     assert other is not None
     assert "\x1b" not in output
     assert max(map(len, output.splitlines())) <= 100
-    assert children(os.getpid()) == before
+    assert children() == before
 
 
 def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -> None:
@@ -69,7 +62,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -
     screen = b""
     deadline = time.monotonic() + DEADLINE_S
     asked = False
-    services: list[int] = []
+    services: list[psutil.Process] = []
     while time.monotonic() < deadline:
         if select.select([terminal], [], [], 0.1)[0]:
             try:
@@ -85,7 +78,7 @@ def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -
         os.kill(pid, signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == 0
     assert services
-    assert not any(is_running(service) for service in services)
+    assert not any(service.is_running() for service in services)
     text = screen.decode()
     assert text.count("\x1b[?25l") >= 3
     assert " 0 errors" in text[text.rindex("\x1b[?25h") :]
@@ -108,7 +101,7 @@ def test_a_service_killed_on_the_way_is_one_clear_line_and_exit_1() -> None:
         assert process.stdout.readline().endswith("/ui#decisions\n")
         assert "calls/s" in process.stdout.readline()
         (service,) = children(process.pid)
-        os.kill(service, signal.SIGKILL)
+        service.kill()
         _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert re.fullmatch(r"lean-selector demo: the service ended with exit code -9.*\n", errors)
@@ -123,4 +116,4 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
         assert process.stderr is not None
         assert process.stderr.read() == ""
         assert process.wait(DEADLINE_S) == 1
-    assert not any(is_running(pid) for pid in services)
+    assert not any(service.is_running() for service in services)

@@ -1,11 +1,9 @@
 """The demo's traffic: what its player does with answers that it did not hope for, and its turns."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import closing
 
 import msgspec
-import pytest
 
 from lean_selector.tools.service_process import HttpClient
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
@@ -16,20 +14,9 @@ REQUEST = make_request("a/b", list(range(48)), 32, 1, 16)
 OK = (200, b'{"status":"ok"}')
 
 
-@pytest.fixture
-def engine() -> Iterator[SimulatedEngine]:
-    engine = SimulatedEngine(1, 100, 16, EngineSpeed(), None)
-    yield engine
-    engine.close()
-
-
-def selection(worker_id: int) -> tuple[int, bytes]:
-    return 200, msgspec.json.encode({"worker_id": worker_id, "overlap": {"gpu": 16}})
-
-
 GOOD = {
     "POST /workers": (201, b'{"worker_id":1,"lifecycle":"schedulable"}'),
-    "POST /select_and_reserve": selection(1),
+    "POST /select_and_reserve": (200, b'{"worker_id":1,"overlap":{"gpu":16}}'),
     "POST /reservations/a%2Fb/prefill_complete": OK,
     "POST /reservations/a%2Fb/output_block": OK,
     "DELETE /reservations/a%2Fb": OK,
@@ -37,73 +24,49 @@ GOOD = {
 }
 
 
-class ScriptedService:
-    """Answers each "METHOD /path" from a table, 404 otherwise."""
+def play(answers: dict[str, tuple[int, bytes]]) -> tuple[Player, SimulatedEngine, list[str]]:
+    """One request, of a service that answers each `METHOD /path` from a table, otherwise 404; what
+    it was asked, in order."""
+    calls: list[str] = []
 
-    def __init__(self) -> None:
-        self.answers: dict[str, tuple[int, bytes]] = dict(GOOD)
-        self.requests: list[tuple[str, bytes]] = []
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[str]:
-        """The URL at which it listens."""
-
+    async def main() -> Player:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            head, _, body = served.requests[-1].partition(b"\r\n\r\n")
-            call = b" ".join(head.split(b" ", 2)[:2]).decode()
-            self.requests.append((call, body))
-            status, text = self.answers.get(call, (404, b'{"error":"route not found"}'))
+            # Connections are not kept, and one request is under way at a time.
+            method, path, _ = served.requests[-1].decode().split(" ", 2)
+            calls.append(f"{method} {path}")
+            status, text = answers.get(calls[-1], (404, b"lost"))
             writer.write(response(text, f"{status} X", "connection: close\r\n"))
 
         async with serving(serve) as served:
-            yield served.url
-
-
-@pytest.fixture
-def scripted() -> ScriptedService:
-    """One that answers well."""
-    return ScriptedService()
-
-
-def play(scripted: ScriptedService, engine: SimulatedEngine, stopping: bool = False) -> Player:
-    async def main() -> Player:
-        async with scripted.running() as url:
-            client = HttpClient(url)
-            player = Player(client, {1: engine}, lambda: stopping, "m")
-            try:
+            with closing(HttpClient(served.url)) as client:
+                player = Player(client, {1: engine}, lambda: False, "m")
                 await player.register_workers()
                 await player.play(REQUEST)
-            finally:
-                client.close()
+        body = served.requests[1].partition(b"\r\n\r\n")[2]
+        assert msgspec.json.decode(body) == {
+            "model_name": "m",
+            "reservation_id": "a/b",
+            "block_hashes": list(REQUEST.block_hashes[:2]),
+            "sequence_hashes": list(REQUEST.sequence_hashes[:2]),
+            "isl_tokens": 32,
+        }
         return player
 
-    return asyncio.run(main())
+    with closing(SimulatedEngine(1, 100, 16, EngineSpeed(), None)) as engine:
+        return asyncio.run(main()), engine, calls
 
 
-def test_a_request_goes_through_its_whole_lifecycle(
-    scripted: ScriptedService, engine: SimulatedEngine
-) -> None:
-    player = play(scripted, engine)
-    assert [call for call, _ in scripted.requests] == list(scripted.answers)
-    body = msgspec.json.decode(scripted.requests[1][1])
-    assert body == {
-        "model_name": "m",
-        "reservation_id": "a/b",
-        "block_hashes": list(REQUEST.block_hashes[:2]),
-        "sequence_hashes": list(REQUEST.sequence_hashes[:2]),
-        "isl_tokens": 32,
-    }
+def test_a_request_goes_through_its_whole_lifecycle() -> None:
+    player, engine, calls = play(GOOD)
+    assert calls == list(GOOD)
     assert (player.finished, player.calls, player.error_count) == (1, 5, 0)
-    assert player.expected_blocks == 1
-    assert engine.active == 0
+    assert (player.expected_blocks, engine.active) == (1, 0)
     assert any("0 errors" in line for line in player.report())
 
 
-def test_a_refused_step_is_counted_and_the_reservation_still_freed(
-    scripted: ScriptedService, engine: SimulatedEngine
-) -> None:
-    scripted.answers["POST /reservations/a%2Fb/prefill_complete"] = (404, b"lost")
-    player = play(scripted, engine)
-    assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
+def test_a_refused_step_is_counted_and_the_reservation_still_freed() -> None:
+    step = "POST /reservations/a%2Fb/prefill_complete"
+    player, engine, calls = play({call: answer for call, answer in GOOD.items() if call != step})
+    assert calls[-1] == "DELETE /reservations/a%2Fb"
     assert (player.finished, player.error_count, engine.active) == (0, 1, 0)
     assert any("404 lost" in line for line in player.report())

@@ -164,7 +164,8 @@ def test_constraints_of_requests_hold_when_they_are_played_again(tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"input_length": 5_000}, ["log:2", "input_length"]),
+        ({"input_length": 1_025}, ["log:2", "input_length 1025 for 2 hash_ids"]),
+        ({"input_length": 0}, ["log:2", "input_length 0"]),
         ({"worker": "a"}, ["log:2", "$.worker"]),
         ({"worker": None}, ["log:2", "worker"]),
         ({"allowed": [2]}, ["log:2", "allowed"]),

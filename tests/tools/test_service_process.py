@@ -1,20 +1,16 @@
 """The child process: asked over HTTP, watched, and gone afterwards whatever it does."""
 
 import asyncio
-import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lean_selector.tools import service_process
 from lean_selector.tools.service_process import running_service
 from tests.support.on_loop import on_loop, until
-
-
-def child_pids() -> set[str]:
-    pid = os.getpid()
-    return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
 
 @pytest.mark.parametrize("impatient", [False, True], ids=["timed out", "cancelled"])
@@ -33,7 +29,7 @@ async def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
     )
 
     leaving = asyncio.Event()
-    before = child_pids()
+    before = psutil.Process().children()
 
     async def use() -> None:
         async with running_service([sys.executable, "-c", program]):
@@ -46,13 +42,12 @@ async def test_a_child_deaf_to_sigterm_is_killed_with_its_own_children(
     if impatient:
         task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert child_pids() == before
-    stat = Path(f"/proc/{ready.read_text()}/stat")
-    await until(lambda: _has_ended(stat), "the kernel has ended the child that was killed")
+    assert psutil.Process().children() == before
+    child = int(ready.read_text())
+    await until(lambda: _has_ended(child), "the kernel has ended the child that was killed")
 
 
-def _has_ended(stat: Path) -> bool:
-    try:
-        return stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:  # it went, perhaps while this was read
-        return True
+def _has_ended(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return True
