@@ -25,8 +25,7 @@ from lean_selector.tools.simulation import (
 )
 from lean_selector.tools.trace import trace_lines
 
-# name -> settings of the router
-_SETTINGS: dict[str, dict[str, str]] = {"dynamo": {}, "latency": {"policy": "latency"}}
+_OWN = ("dynamo", "latency")  # policies of the router, as its settings name them
 _DEFAULT = (
     "round-robin",
     "least-loaded",
@@ -45,13 +44,11 @@ def policy_of(text: str) -> Policy:
         if given:
             raise argparse.ArgumentTypeError(f"{name} has no settings")
         return Policy(text, rule=RULES[name])
-    if name not in _SETTINGS:
-        known = ", ".join([*RULES, *_SETTINGS])
+    if name not in _OWN:
+        known = ", ".join([*RULES, *_OWN])
         raise argparse.ArgumentTypeError(f"there is no policy `{name}`; there are {known}")
-    fields: dict[str, object] = {**_SETTINGS[name]}
-    for setting in given.split(",") if given else ():
-        field, _, value = setting.partition("=")
-        fields[field] = value
+    settings = (setting.partition("=") for setting in given.split(",") if setting)
+    fields = {"policy": name, **{field: value for field, _, value in settings}}
     try:
         return Policy(text, settings_with(RouterSettings(), fields))
     except ValueError as error:
@@ -96,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:SETTING=VALUE,...]",
         type=policy_of,
         action="append",
-        help=f"a row; give it again for more. {', '.join([*_SETTINGS, *RULES])}; settings are "
+        help=f"a row; give it again for more. {', '.join([*_OWN, *RULES])}; settings are "
         f"those of the router, as queue_threshold=2. Default: {' '.join(_DEFAULT)}",
     )
     parser.add_argument(
@@ -224,7 +221,7 @@ def compare(options: argparse.Namespace) -> None:
         decode=options.decode,
         transfer_s=options.transfer_ms / 1e3,
     )
-    policies = options.policy or [policy_of(text) for text in (_SETTINGS if apart else _DEFAULT)]
+    policies = options.policy or [policy_of(text) for text in (_OWN if apart else _DEFAULT)]
     if apart and not (options.prefill and options.decode):
         raise ServiceError("--prefill and --decode need each other")
     for policy in policies:

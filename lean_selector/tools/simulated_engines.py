@@ -224,11 +224,6 @@ class SimulatedEngine(EngineModel):
             replay_endpoint=replay_endpoint,
         )
 
-    @property
-    def published_batches(self) -> int:
-        """The number of batches of KV events that the engine has sent. They are numbered from 0."""
-        return self._publisher.sequence
-
     def registration(self) -> dict[str, object]:
         """Return the body of POST /workers that registers this engine."""
         return {

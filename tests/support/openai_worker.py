@@ -317,7 +317,7 @@ class _Worker:
                 "requests": self.requests,
                 "connections": self.connections,
                 "hung_up": self.hung_up,
-                "published_batches": engine.published_batches,
+                "published_batches": engine._publisher.sequence,
                 "active": engine.active,
                 "hit_blocks": engine.hit_blocks,
                 "prompt_blocks": engine.prompt_blocks,
