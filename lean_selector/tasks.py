@@ -146,15 +146,6 @@ def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
     return task
 
 
-async def finished(steps: Steps[T]) -> T:
-    try:
-        awaited = steps.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    return await _step(steps, awaited)
-
-
 async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
     try:
         while True:

@@ -24,7 +24,7 @@ from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import CHATS, COMPLETIONS, SEVERAL, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.tasks import Steps, finished
+from lean_selector.tasks import Steps
 from lean_selector.wire.scalars import packed_u32
 
 
@@ -90,12 +90,6 @@ class Prompts:
         self._fleet = fleet
         self._engines = EngineAnswers(fleet, client)
         self._tokenizer: Tokenizer = local or EngineTokenizer(client, settings.ask_timeout_s)
-
-    def of(
-        self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
-    ) -> Coroutine[Any, Any, Routed]:
-        """Computes the block hashes of a request's prompt, like `read`, but as a coroutine."""
-        return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True

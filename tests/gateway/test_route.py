@@ -22,6 +22,7 @@ from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
+from lean_selector.tasks import Steps
 from tests.support.gates import NOW, selection_service
 from tests.support.on_loop import on_loop, until
 
@@ -42,10 +43,11 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def of(self, path: str, body: bytes, *, forwards: bool) -> Routed:
+    def read(self, path: str, body: bytes, *, forwards: bool) -> Steps[Routed]:
         assert not forwards
         self.asked.append((path, body))
-        await self.gate.wait()
+        if not self.gate.is_set():
+            yield self.gate.wait()
         if self.fault is not None:
             raise self.fault
         tokens = b"".join(n.to_bytes(4, "little") for n in range(40))

@@ -25,7 +25,7 @@ from lean_selector.links.names import Resolver
 from tests.client.test_vllm_engine import BLOCK_SIZE, MODEL, PYTHON, Engine
 from tests.client.tiny_model import write_model
 from tests.gateway.test_local_tokenizer import SHIPPED, TEMPLATE
-from tests.gateway.test_prompts import CHAT, TEXT, fleet_of
+from tests.gateway.test_prompts import CHAT, TEXT, fleet_of, of
 from tests.support.running_service import wait_until
 
 pytestmark = [
@@ -113,7 +113,7 @@ def test_the_tokens_are_those_that_vllm_makes_of_the_request(
     async def routed() -> Routed:
         prompts = prompts_of(mode, engine, folder)
         try:
-            return await prompts.of(path, body, forwards=False)
+            return await of(prompts, path, body, forwards=False)
         finally:
             await prompts.close()
 
@@ -137,7 +137,7 @@ def test_the_client_gets_what_it_had_got_without_ids(
     async def routed() -> Routed:
         prompts = prompts_of(Mode.LEARN, engine, folder)
         try:
-            return await prompts.of(path, body)
+            return await of(prompts, path, body)
         finally:
             await prompts.close()
 

@@ -8,13 +8,16 @@ import functools
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
 from inspect import Signature, signature
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
+
+from lean_selector.tasks import Steps, stepped
 
 # What does not happen at all fails then. What happens takes less than a second, but on a machine
 # that others keep busy a process may need half a minute for its start.
 DEADLINE_S = 120.0
+T = TypeVar("T")
 Story = Callable[..., Coroutine[Any, Any, None]]
 
 
@@ -30,6 +33,19 @@ def on_loop(story: Story) -> Callable[..., None]:
         uvloop.run(told())
 
     return test
+
+
+async def finished(steps: Steps[T]) -> T:
+    """What a generator returns that may wait."""
+    found: list[T] = []
+
+    def run() -> Steps[None]:
+        found.append((yield from steps))
+
+    task = stepped(run())
+    if task is not None:
+        await task
+    return found[0]
 
 
 def inside(
