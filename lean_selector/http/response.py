@@ -20,10 +20,6 @@ _STATUS_LINES: Final = {
 }
 _STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but in use
 
-# Ends of heads for common lengths: to format one costs as much as the rest of encode_response. 1
-# 024 entries take 60 KB.
-_LENGTH_ENDS: Final = tuple(b"content-length: %d\r\n\r\n" % length for length in range(1024))
-
 
 class DateHeader:
     """The `date` line of all responses; one object per process. Empty until the first `set`. When
@@ -65,9 +61,7 @@ def encode_response(
             head = _json_heads[status] = _start_of_head(status, content_type)
     else:
         head = _start_of_head(status, content_type)
-    length = len(body)
-    end = _LENGTH_ENDS[length] if length < 1024 else b"content-length: %d\r\n\r\n" % length
-    return b"".join((head, extra, end, body))
+    return b"".join((head, extra, b"content-length: %d\r\n\r\n" % len(body), body))
 
 
 class GrowingResponse:

@@ -55,13 +55,6 @@ def test_bytes_of_a_response(arguments: tuple[int, bytes], response: bytes) -> N
     assert encode_response(*arguments) == response
 
 
-@pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025])
-def test_content_length_is_the_length_of_the_body(length: int) -> None:
-    head, _, body = encode_response(200, b"x" * length).partition(b"\r\n\r\n")
-    assert head.endswith(b"content-length: %d" % length)
-    assert len(body) == length
-
-
 def test_the_date_follows_the_clock_and_is_built_once_a_second() -> None:
     first = encode_response(200, b"{}")
     line = date_header.line
