@@ -173,6 +173,13 @@ def test_the_leading_names_are_the_engines_own_across_runs_and_forks() -> None:
     assert index.leading_hashes(B, pack([1, 2, 3, 4]), 0) == ()
 
 
+def test_a_worker_that_goes_takes_along_what_a_rank_without_blocks_has_shown() -> None:
+    index = KvIndex(4)
+    index.learn(A)
+    index.drop_worker(A[0])
+    assert index.learned(A) is None
+
+
 # What is done at once, and what later
 
 

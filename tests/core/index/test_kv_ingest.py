@@ -151,6 +151,17 @@ def local(first: int, salt: str | None = None, lora_name: str | None = None) -> 
     return int.from_bytes(local_hashes(tokens, 2, hash_seed(lora_name, salt)), "little")
 
 
+@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.DISK])
+@pytest.mark.parametrize(("hashes", "tokens"), [([1, 2, 3, 4], 4), ([1, 2], 7)])
+def test_blocks_without_a_hash_or_without_tokens_are_left_out(
+    source: Source, hashes: list[int], tokens: int, tier: Tier
+) -> None:
+    source.send(store(block_hashes=hashes, token_ids=list(range(tokens)), tier=tier))
+    assert source.index.blocks(7, 3, tier) == source.ingest.counts.blocks_stored == 2
+    assert source.send(removed_blocks([1, 2, 3, 4], tier)) is False
+    assert source.index.is_empty
+
+
 @pytest.mark.parametrize(
     ("event", "reason"),
     [
