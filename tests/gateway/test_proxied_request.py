@@ -66,8 +66,9 @@ class Placing:
     def __init__(self) -> None:
         self.is_cancelled = False
 
-    def cancel(self) -> None:
+    def cancel(self) -> bool:
         self.is_cancelled = True
+        return True
 
 
 class OneRequest(RuleBasedStateMachine):
