@@ -41,7 +41,6 @@ from lean_selector.core.selection.overlap import (
     NOTHING,
     MatchSets,
     RankSets,
-    active_prefix_sets,
     met,
     set_numbers,
 )
@@ -182,6 +181,16 @@ class Pricing:
         """Whether the number by which `LoadOrder` sorts ranks gives the exact cost of a rank of
         this cell. If not, it only gives a lower bound."""
         return self.slope == self.reach and not (self._decays and cell.match.device)
+
+
+def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
+    """Return pairs (number of blocks, set of ranks): running requests on these ranks use exactly
+    this many of the prompt's leading blocks. The highest number comes first. Ranks where the number
+    is 0 are in no pair."""
+    prompt, slots = request.prompt, partition.slots
+    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
+        return []
+    return slots.active_prefix_sets(prompt.sequence_hashes())
 
 
 def cells(

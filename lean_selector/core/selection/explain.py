@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.choice import Pricing, all_costs, cells
+from lean_selector.core.selection.choice import Pricing, active_prefix_sets, all_costs, cells
 from lean_selector.core.selection.cost import (
     burden_blocks,
     cached_tokens,
@@ -23,7 +23,6 @@ from lean_selector.core.selection.cost import (
 from lean_selector.core.selection.overlap import (
     NOTHING,
     MatchSets,
-    active_prefix_sets,
     by_bit,
     match_of,
     match_sets,

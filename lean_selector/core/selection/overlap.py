@@ -8,7 +8,6 @@ from typing import TypeVar
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.shapes import SelectionRequest
 
 MatchSets = list[tuple[Matched, int]]  # (match, the ranks with this match), disjoint
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that hold this many), disjoint
@@ -25,8 +24,9 @@ _LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at thi
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
     """Group the ranks by how many blocks of the prompt they have on each tier."""
     sets, extended = partition.index.match_sets(local_hashes)
-    found = _on_device(sets)
-    found.reverse()
+    found: MatchSets = []
+    for blocks, ranks in reversed(sets):
+        found.append((Matched(blocks), ranks))
     if extended:
         found = [*extended, *found]
     for strays in partition.index.strays.values():
@@ -50,16 +50,6 @@ def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
             if (key := keys[bit]) is not None:
                 matches[key] = match
     return matches
-
-
-def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
-    """Return pairs (number of blocks, set of ranks): running requests on these ranks use exactly
-    this many of the prompt's leading blocks. The highest number comes first. Ranks where the number
-    is 0 are in no pair."""
-    prompt, slots = request.prompt, partition.slots
-    if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
-        return []
-    return slots.active_prefix_sets(prompt.sequence_hashes())
 
 
 def _raised(found: MatchSets, predicted: MatchSets) -> MatchSets:
