@@ -337,28 +337,15 @@ class AnswerReader:
     """Reads the body of an engine's answer, which has status 200, while it is relayed. `feed` takes
     pieces of it, cut anywhere; after the last, call `end`, or `rest` if it may be incomplete."""
 
-    def __init__(
-        self,
-        streams: bool,
-        on_ids: Callable[[bytes | None, bytes], None] | None = None,
-        *,
-        strips: bool = False,
-        drops_usage: bool = False,
-        has_output: bool = True,
-        most_tokens: int = MOST_TOKENS,
-    ) -> None:
-        """`streams`: the answer consists of server-sent events. `on_ids` is called at the end with
-        the token ids of the prompt and of the output, as comma-separated text. `strips`: the client
-        did not request token ids, and gets `null` in place of each list. `drops_usage`: the client
-        did not request the last event of a stream, which has only the usage. `has_output` and
-        `most_tokens`: see `Usage`."""
-        self.usage: Final = Usage(most_tokens, has_output)
-        self._ids = _Ids(strips) if strips or on_ids is not None else None
-        self._on_ids = on_ids
-        self._events = _Events(self.usage, self._ids, drops_usage) if streams else None
+    def __init__(self, streams: bool, added: "Additions") -> None:
+        """`streams`: the answer consists of server-sent events."""
+        self.usage: Final = Usage(added.most_tokens, added.has_output)
+        self._on_ids = added.on_ids
+        self._strips = added.strips
+        self._ids = _Ids(added.strips) if added.strips or added.on_ids is not None else None
+        self._events = _Events(self.usage, self._ids, added.drops_usage) if streams else None
         # An answer that is not a stream, so far; None if it is too long, or over.
         self._whole: bytearray | None = None if streams else bytearray()
-        self._strips = strips
 
     @property
     def has_token(self) -> bool:
@@ -438,12 +425,13 @@ class Additions:
 
     def __init__(self, has_output: bool = True, most_tokens: int = MOST_TOKENS) -> None:
         """For the reader of the answer: see `Usage`."""
-        self._has_output = has_output
-        self._most_tokens = most_tokens
+        self.has_output = has_output
+        self.most_tokens = most_tokens
         self._fields: dict[str, object] = {}
-        self._on_ids: Callable[[bytes | None, bytes], None] | None = None
-        self._strips = False
-        self._drops_usage = False
+        # Gets the ids of the prompt and of the output at the answer's end, as text with commas.
+        self.on_ids: Callable[[bytes | None, bytes], None] | None = None
+        self.strips = False  # the client gets `null` in place of each list of ids
+        self.drops_usage = False  # it does not get a stream's last event, which has only the usage
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
         """Adds a prefix to `cache_salt` in the forwarded body, because vLLM's KV events have only
@@ -474,17 +462,17 @@ class Additions:
             return
         if not request.asks_for_ids:
             self._fields["return_token_ids"] = _TRUE
-            self._strips = True
+            self.strips = True
         if request.answers == 1:
-            self._on_ids = on_ids
+            self.on_ids = on_ids
         else:
-            self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
+            self.on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
 
     def ask_for_usage(self, request: ModelRequest) -> None:
         """Makes the engine end a stream with its token counts, unless `stream_options` is set."""
         if request.streams and not request.has("stream_options"):
             self._fields["stream_options"] = _USAGE
-            self._drops_usage = True
+            self.drops_usage = True
 
     def body(self, request: ModelRequest) -> bytes:
         """Return the body to forward: the client's own body if nothing is added."""
@@ -493,15 +481,8 @@ class Additions:
     @property
     def change_answer(self) -> bool:
         """Whether the answer has something that the client must not get."""
-        return self._strips or self._drops_usage
+        return self.strips or self.drops_usage
 
     def reader(self, streams: bool) -> AnswerReader:
         """Return a new reader, to pass one answer through. `streams`: see `AnswerReader`."""
-        return AnswerReader(
-            streams,
-            self._on_ids,
-            strips=self._strips,
-            drops_usage=self._drops_usage,
-            has_output=self._has_output,
-            most_tokens=self._most_tokens,
-        )
+        return AnswerReader(streams, self)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.gateway.answers import AnswerReader
+from lean_selector.gateway.answers import Additions, AnswerReader
 from lean_selector.gateway.model_request import MOST_ID_BYTES
 from tests.gateway.talking_engine import stream, tokens_of, whole_answer
 
@@ -29,11 +29,19 @@ class Learned:
         self.output = [int(each) for each in output.split(b",") if each]
 
 
+def reader_of(
+    streams: bool, on_ids: Learned | None = None, *, strips: bool = False, drops_usage: bool = False
+) -> AnswerReader:
+    added = Additions()
+    added.on_ids, added.strips, added.drops_usage = on_ids, strips, drops_usage
+    return added.reader(streams)
+
+
 def read(
     pieces: list[bytes], streams: bool = False, strips: bool = True, drops_usage: bool = False
 ) -> tuple[bytes, Learned, AnswerReader]:
     learned = Learned()
-    reader = AnswerReader(streams, learned, strips=strips, drops_usage=drops_usage)
+    reader = reader_of(streams, learned, strips=strips, drops_usage=drops_usage)
     sent = b"".join(map(reader.feed, pieces)) + reader.end()
     return sent, learned, reader
 
@@ -74,7 +82,7 @@ def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[i
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_every_event_is_sent_on_at_once(end: bytes) -> None:
-    reader = AnswerReader(True, Learned(), strips=True, drops_usage=True)
+    reader = reader_of(True, Learned(), strips=True, drops_usage=True)
     for asked, plain in zip(
         stream(PROMPT, WORDS, asked=True), stream(PROMPT, WORDS, asked=False), strict=True
     ):
@@ -93,7 +101,7 @@ def test_an_answer_with_blanks_in_its_json_is_read_too() -> None:
 
 def test_ids_without_end_teach_nothing_and_are_not_kept() -> None:
     learned = Learned()
-    reader = AnswerReader(False, learned, strips=True)
+    reader = reader_of(False, learned, strips=True)
     pieces = [reader.feed(b'{"prompt_token_ids":[1')]
     pieces += [reader.feed(b",1" * (1 << 20)) for _ in range(10)]
     assert [len(each) for each in pieces[-2:]] == [1 << 21, 1 << 21]
@@ -108,7 +116,7 @@ def test_ids_without_end_teach_nothing_and_are_not_kept() -> None:
 
 def known_of(*pieces: bytes, streams: bool = True, **options: Any) -> tuple[Any, int | None]:
     """Return (lengths, cached tokens)."""
-    reader = AnswerReader(streams, **options)
+    reader = Additions(**options).reader(streams)
     assert b"".join(map(reader.feed, pieces)) + reader.end() == b"".join(pieces)
     return reader.usage.lengths, reader.usage.cached_tokens
 
@@ -214,7 +222,7 @@ def test_counts_that_come_in_two_events_are_put_together(
     told += [{"type": "message_delta", "delta": {"stop_reason": "x"}, "usage": end}]
     told += [{"type": "message_stop"}]
     answer = b"".join(event(each, each["type"] if named else "") for each in told)
-    reader = AnswerReader(True)
+    reader = reader_of(True)
     assert b"".join(map(reader.feed, cut(answer, places))) == answer
     assert (reader.usage.lengths, reader.usage.cached_tokens) == known
     assert reader.is_done
@@ -238,7 +246,7 @@ def test_in_a_whole_answer_usage_is_found_first_or_last_and_cut_anywhere(
 def test_a_whole_answer_is_kept_up_to_a_bound_and_one_beyond_it_passes_unread() -> None:
     usage = b'{"usage":%b,"data":[' % json.dumps(OPENAI).encode()
     for count, lengths in ((400, (7, 2)), (4_000, None)):
-        reader = AnswerReader(False)
+        reader = reader_of(False)
         tracemalloc.start()
         reader.feed(usage)
         for _ in range(count):
@@ -273,7 +281,7 @@ def test_a_stream_is_done_at_its_last_event_and_not_at_a_text_that_looks_like_it
     told += b"xdata: [DONE]\n\n: x\ndata: 1\ndata: [DONE]\n\n"
     for text, is_done in ((told, False), (told + last, True)):
         answer = text.replace(b"\n", end)
-        reader = AnswerReader(True)
+        reader = reader_of(True)
         sent = b"".join(map(reader.feed, cut(answer, places)))
         assert (sent, reader.is_done) == (answer, is_done)
         assert reader.error is None
@@ -294,7 +302,7 @@ def test_the_first_token_is_in_an_event_that_has_a_part_of_the_output(
             event({"type": "content_block_start"}),
         ),
     ):
-        reader = AnswerReader(True)
+        reader = reader_of(True)
         for piece in cut(b"".join(before).replace(b"\n", end), places):
             reader.feed(piece)
         assert not reader.has_token
@@ -324,7 +332,7 @@ def test_nothing_is_sent_before_it_is_known_whether_the_first_event_is_an_error(
 ) -> None:
     comment = (b": \n\n" * has_comment).replace(b"\n", end)
     answer = first.replace(b"\n", end)
-    reader = AnswerReader(True, drops_usage=drops_usage)
+    reader = reader_of(True, drops_usage=drops_usage)
     sent = reader.feed(comment)
     for piece in cut(answer, places):
         assert sent == comment or not piece.strip()  # once the event is complete
@@ -333,11 +341,11 @@ def test_nothing_is_sent_before_it_is_known_whether_the_first_event_is_an_error(
     sent += reader.rest()
     assert sent == comment + answer
     assert (reader.error is not None) == (first in FAILURES)
-    assert AnswerReader(True).feed(event(CHOICE) + answer) == event(CHOICE) + answer
+    assert reader_of(True).feed(event(CHOICE) + answer) == event(CHOICE) + answer
 
 
 def test_an_event_that_is_too_long_is_passed_on_in_pieces_and_not_read() -> None:
-    reader = AnswerReader(True, drops_usage=True)
+    reader = reader_of(True, drops_usage=True)
     piece = b"x" * (1 << 20)
     assert reader.feed(b'data: {"choices":[],"usage":{"prompt_tokens":1},"x":"') == b""
     assert b"".join(reader.feed(piece) for _ in range(17)).endswith(piece)
