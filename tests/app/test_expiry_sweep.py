@@ -8,7 +8,6 @@ from lean_selector.app.host import SLICE_STEPS, ExpirySweep
 from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.trackers import Trackers
 from tests.support import reservations
-from tests.support.driven_selector import DrivenSelector
 from tests.support.gates import Turns
 
 EXPIRY_S = 10.0
@@ -120,22 +119,12 @@ def test_copies_go_while_local_ones_are_booked_faster_than_a_slice_drops_them() 
     assert live(trackers)[1] == 0
 
 
-def test_a_selector_is_swept_likewise_and_a_stop_ends_it() -> None:
-    driven = DrivenSelector(reservation_expiry_s=EXPIRY_S)
-    driven.register(1)
-    for number in range(2 * SLICE_STEPS):
-        driven.reserve(f"r{number}")
-    selector = driven.selector
-    loop = Loop(
-        lambda now, steps: len(selector.reservations.expire(now, steps)),
-        selector.reservations.arrived,
-        EXPIRY_S + 1.0,
-    )
+def test_a_stop_ends_a_sweep() -> None:
+    loop = loop_over(trackers_with(2 * SLICE_STEPS), 11.0)
     loop.sweep.begin()
     loop.sweep.stop()
     loop.turns.turn()
     assert (loop.slices, len(loop.turns.due)) == ([SLICE_STEPS], 0)
-    assert driven.told.count(("freed", "r0")) == 1
 
 
 def test_a_removed_partition_takes_its_count_along() -> None:
