@@ -2,7 +2,7 @@
 """Changes the sources of an area, one small change at a time, and sees whether its tests notice.
 
     .ci/mutation.py AREA...         cost, cells, cursor, ledger, load, queue;
-                                    of the index: dump, groups, holes, lower, names,
+                                    of the index: dump, groups, holes, lower, hashes,
                                     table, routed, runs, device, index
     .ci/mutation.py AREA '*3'       a tenth of the changes: those whose number ends with 3
     .ci/mutation.py AREA --show     the changes that no test noticed, from the last run
@@ -92,7 +92,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
             *("tests/properties/test_lower_tiers_model.py", INDEX_MODEL),
         ],
     ),
-    "names": (
+    "hashes": (
         [f"{CORE}/index/{name}.py" for name in ("engine_hashes", "hashes_packed")],
         ["tests/core/index/test_engine_hashes.py"],
     ),

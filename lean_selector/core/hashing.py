@@ -167,11 +167,11 @@ def common_prefix(label: bytes | bytearray, at: int, hashes: bytes, start: int) 
     the common prefix in bytes, rounded down to whole blocks. Uses a binary search: for 815 blocks,
     10 comparisons by memcmp."""
     low, high = 0, min(len(label) - at, len(hashes) - start) & ~7
-    if hashes.startswith(label[at : at + high], start):
+    if label[at : at + high] == hashes[start : start + high]:
         return high
     while high - low > 8:  # equal up to `low`, and differ before `high`
         middle = low + high >> 4 << 3
-        if hashes.startswith(label[at + low : at + middle], start + low):
+        if label[at + low : at + middle] == hashes[start + low : start + middle]:
             low = middle
         else:
             high = middle
