@@ -5,7 +5,6 @@ In a checkout, these files are in `deploy/`; in a wheel, inside the package (see
 import argparse
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
@@ -28,11 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--list", action="store_true", help="print the names of all files, one per line"
     )
-    what.add_argument("--print", metavar="NAME", help="a file name from --list")
+    what.add_argument(
+        "--print", metavar="NAME", choices=list(recipes()), help="a file name from --list"
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints one file, or the names of all files. Return 0, or 2 for an unknown name."""
+    """Prints one file, or the names of all files. Return 0."""
     parser = argparse.ArgumentParser(
         prog="lean-selector deploy",
         description="Files to run the services with: a container image, Kubernetes, systemd, "
@@ -41,21 +42,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    known = recipes()
     if args.list:
-        sys.stdout.writelines(f"{name}\n" for name in known)
-        return 0
-    path = known.get(args.print)
-    if path is None:
-        near = _near(args.print, list(known))
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; see --list"
-        sys.stderr.write(f"{parser.prog}: error: there is no `{args.print}`{hint}\n")
-        return 2
-    sys.stdout.write(path.read_text(encoding="utf-8"))
+        sys.stdout.writelines(f"{name}\n" for name in recipes())
+    else:
+        sys.stdout.write(recipes()[args.print].read_text(encoding="utf-8"))
     return 0
-
-
-def _near(name: str, known: list[str]) -> list[str]:
-    wanted = name.strip("/").lower()
-    holding = [each for each in known if wanted and wanted in each.lower()]
-    return (holding or get_close_matches(name, known, n=3))[:3]

@@ -62,12 +62,6 @@ def conversations(seed: int, user: int) -> Iterator[ConversationTurn]:
 # -- answers of the service, as far as they are read -----------------------------------------------
 
 
-class _Worker(msgspec.Struct):
-    worker_id: int
-    lifecycle: str
-    not_schedulable_reasons: list[str] = []
-
-
 class _Overlap(msgspec.Struct):
     gpu: int
 
@@ -131,15 +125,10 @@ class Player:
         }
 
     async def register_workers(self) -> None:
-        """Registers every engine as a worker. Raises ServiceError if a worker then cannot be
-        chosen."""
+        """Registers every engine as a worker. Raises ServiceError."""
         for engine in self._engines.values():
             body = {"model_name": self._model_name, **engine.registration()}
-            answer = await self._client.call("POST", "/workers", body)
-            worker = msgspec.json.decode(answer, type=_Worker)
-            if worker.lifecycle != "schedulable":
-                why = "; ".join(worker.not_schedulable_reasons)
-                raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
+            await self._client.call("POST", "/workers", body)
 
     async def fleet(self) -> Fleet:
         """Return the answer of GET /fleet."""
