@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import zmq
 
 from lean_selector.tools.simulated_engines import (
     EngineRequest,
@@ -14,6 +13,7 @@ from lean_selector.tools.simulated_engines import (
     SimulatedEngine,
     make_request,
 )
+from tests.test_publisher import replay, start_at
 
 BLOCK = 4
 SPEED = EngineSpeed(prefill_tokens_per_s=100.0, decode_tokens_per_s=8.0)
@@ -32,22 +32,10 @@ def engine() -> Iterator[SimulatedEngine]:
     engine.close()
 
 
-def published(engine: SimulatedEngine) -> list[list[Any]]:
-    """Events of each message so far, as the replay socket gives them."""
-    context = zmq.Context()
-    messages = []
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(str(engine.registration()["replay_endpoint"]))
-        dealer.send_multipart([b"", bytes(8)])
-        while True:
-            assert dealer.poll(20_000), "no answer"
-            payload = dealer.recv_multipart()[-1]
-            if not payload:
-                break
-            messages.append(msgspec.msgpack.decode(payload)[1])
-    context.term()
-    return messages
+def published(engine: SimulatedEngine) -> list[Any]:
+    """Events so far, as the replay socket gives them."""
+    payloads = [frames[-1] for frames in replay(engine._publisher, *start_at(0))]
+    return [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
 
 
 def serve(engine: SimulatedEngine, request: EngineRequest) -> None:
@@ -68,7 +56,7 @@ def test_applying_all_events_gives_what_the_cache_holds(engine: SimulatedEngine)
     for turn in turns:
         serve(engine, turn)
     told: set[int] = set()
-    for event in (event for message in published(engine) for event in message):
+    for event in published(engine):
         if event["type"] == "BlockStored":
             assert event["parent_block_hash"] is None or event["parent_block_hash"] in told
             told |= set(event["block_hashes"])
