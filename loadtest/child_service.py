@@ -241,6 +241,14 @@ class ChildService:
             raise ServiceError(f"{self.name}: {method} {path}: {status} {text}")
         return msgspec.json.decode(answer) if answer else None
 
+    def metric(self, name: str) -> float:
+        """The sum over a metric's series."""
+        status, answer = self.request("GET", "/metrics")
+        if status != 200:
+            raise ServiceError(f"/metrics: {status}")
+        rows = [row for row in answer.decode().splitlines() if row.startswith(name)]
+        return sum(float(row.rpartition(" ")[2]) for row in rows if row[len(name)] in "{ ")
+
     def stop(
         self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
     ) -> int:

@@ -128,14 +128,6 @@ class Service(ChildService):
         with_token = {"authorization": f"Bearer {TOKEN}", **(headers or {})}
         return super().request(method, path, body, with_token)
 
-    def metric(self, name: str) -> float:
-        """The sum over a metric's series."""
-        status, answer = self.request("GET", "/metrics")
-        if status != 200:
-            raise ServiceError(f"/metrics: {status}")
-        rows = [row for row in answer.decode().splitlines() if row.startswith(name)]
-        return sum(float(row.rpartition(" ")[2]) for row in rows if row[len(name)] in "{ ")
-
 
 class Engine(Program):
     """One worker of the fleet."""
