@@ -26,6 +26,7 @@ import random
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.speeds import ONE_SPEED
 from lean_selector.core.rank_bits import bits_of, nth_bit
 from lean_selector.core.selection.cost import (
     burden_blocks,
@@ -206,7 +207,8 @@ def cells(
     if terms.counts_decode:
         new_blocks, shares = prompt.sequence_count, active_prefix_sets(partition, request)
     groups = NO_PREFERENCE
-    if request.preferred_taints or request.liked or terms.knows_speeds:
+    differ = terms.knows_speeds and partition.speeds.sets is not ONE_SPEED
+    if differ or request.preferred_taints or request.liked:
         groups = cost_factors(partition, request, ranks)
     sharers = members = None
     full = partition.fullness.full() if terms.eviction else 0
