@@ -5,7 +5,9 @@ import random
 import pytest
 
 from lean_selector.core.errors import Unavailable
+from lean_selector.core.selection.scheduler import eligible
 from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, Placement
+from lean_selector.core.settings import EjectionSettings
 from tests.support.driven_selector import DrivenSelector, fleet_of
 
 
@@ -19,21 +21,6 @@ def chosen(driven: DrivenSelector, **changes: object) -> set[int]:
     return found
 
 
-def test_a_plain_request_goes_to_who_does_both_or_else_to_who_decodes() -> None:
-    driven = fleet_of("prefill", "decode", "decode")
-    assert chosen(driven) == {2, 3}
-    assert chosen(driven, allowed=[1, 2]) == {2}
-    driven.register(4)
-    assert chosen(driven) == {4}
-    assert chosen(driven, allowed=[1, 2, 3]) == {2, 3}
-    driven.register(4, worker_role="prefill")
-    assert chosen(driven) == {2, 3}
-    driven.register(2)
-    assert chosen(driven) == {2}
-    driven.remove(2)
-    assert chosen(driven) == {3}
-
-
 def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() -> None:
     driven = fleet_of("prefill")
     for changes in ({}, {"allowed": [1]}, {"pin": (1, 0)}):
@@ -45,16 +32,6 @@ def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() ->
     driven.remove(2)
     driven.register(3, worker_role="decode")  # a loss of all heals by itself
     assert chosen(driven) == {3}
-
-
-def test_the_healthy_go_before_those_that_do_both() -> None:
-    """An ejected worker is a candidate only where all others are ejected, too."""
-    driven = fleet_of("both", "decode", "prefill")
-    for _ in range(3):
-        driven.selector.health.record_outcome(1, None, "failed", driven.now)
-    assert chosen(driven) == chosen(driven, allowed=[1, 2]) == {2}
-    driven.remove(2)
-    assert chosen(driven) == {1}
 
 
 def test_of_roles_that_nobody_has_the_catalog_tells() -> None:
@@ -81,8 +58,10 @@ def test_pairs_are_asked_for_where_roles_are_apart() -> None:
 
 def test_the_sets_of_ranks_are_what_the_workers_are() -> None:
     """Whoever comes, changes, drains, is ejected or goes."""
-    dice, driven = random.Random(5), DrivenSelector()
+    ejection = EjectionSettings(failures=1, most_percent=100.0)
+    dice, driven = random.Random(5), DrivenSelector(ejection=ejection)
     driven.register(0)
+    some = driven.request([], 1, allowed={0, 1, 2})
     roles: dict[int, str] = {0: BOTH}
     for _ in range(400):
         worker_id = dice.randrange(1, 6)
@@ -96,8 +75,10 @@ def test_the_sets_of_ranks_are_what_the_workers_are() -> None:
         elif worker_id in roles and turn < 0.85:
             state = {"lifecycle": dice.choice(["draining", "schedulable"])}
             driven.selector.patch_worker(worker_id, dict(state), driven.now)
-        elif worker_id in roles:
-            driven.selector.health.record_outcome(worker_id, 0, dice.choice(["failed", "ok"]), 0.0)
+        else:
+            worker_id = dice.choice(list(roles))
+            outcome = dice.choice(["failed", "ok"])
+            driven.selector.health.record_outcome(worker_id, None, outcome, 0.0)
         partition = driven.partition
         of = {
             role: sum(w.mask for w in partition.workers.values() if w.role == role)
@@ -106,7 +87,8 @@ def test_the_sets_of_ranks_are_what_the_workers_are() -> None:
         assert {w.worker_id: w.role for w in partition.workers.values()} == roles
         assert (partition.prefill_only, partition.decode_only) == (of[PREFILL], of[DECODE])
         out = sum(partition.slots.ranks[key].mask for key in partition.health.out)
-        serving = partition.everyone & ~partition.draining
-        whole, parts = serving & of[BOTH], serving & of[DECODE]
-        expected = whole & ~out or parts & ~out or whole or parts
-        assert partition.candidates == expected
+        among = sum(w.mask for w in partition.workers.values() if w.worker_id <= 2)
+        for ranks, found in ((-1, partition.candidates), (among, eligible(partition, some))):
+            serving = ranks & ~partition.draining
+            whole, parts = serving & of[BOTH], serving & of[DECODE]
+            assert found == (whole & ~out or parts & ~out or whole or parts)

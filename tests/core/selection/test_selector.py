@@ -431,23 +431,6 @@ def test_reserve_checks_in_the_documented_order(two_models: DrivenSelector) -> N
     assert two_models.loads()["default", "default"] == {(1, 0): (16, 0, 1)}  # D5: no ghost rank
 
 
-@pytest.mark.parametrize(
-    ("isl", "booked"), [(24, 24 - 13), (12, 0)], ids=["part of it", "all cached"]
-)
-def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked: int) -> None:
-    driven = DrivenSelector(overlap_score_credit=0.0)
-    driven.register(1)
-    index = driven.partition.index
-    store_blocks(index, (1, 0), Tier.DEVICE, None, [1, 2], pack([1, 2]))
-    store_blocks(index, (1, 0), Tier.HOST_PINNED, 2, [3], pack([3]))
-    store_blocks(index, (1, 0), Tier.DISK, 3, [4, 5], pack([4, 5]))
-    placement = driven.book("r", hashes=[1, 2, 3, 4, 5, 6], isl_tokens=isl)
-    assert isinstance(placement, Placement)
-    assert placement.effective_prefill_tokens == booked
-    assert driven.loads()["default", "default"][1, 0] == (booked, 6, 1)
-    assert driven.selector.reservations.arrived() == 1
-
-
 # -- inspection ------------------------------------------------------------------------------------
 
 
