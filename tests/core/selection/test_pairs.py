@@ -219,6 +219,8 @@ def test_a_pair_is_a_share_of_what_its_prefill_worker_computes() -> None:
         driven.book(name, hashes=PROMPT, isl_tokens=40, disaggregate="always")
     hold(driven, 2, 9)
     assert reason(chosen(driven, "d")) == "cached"  # while others wait
+    asked = driven.request(PROMPT, 40, disaggregate="always")
+    driven.selector.select_now(driven.partition, asked, driven.now)  # advisory: no share
     assert shares._shares[""].service == 4
     driven.selector.reservations.free("a", driven.now)
     assert pair_of(driven.answers["b"]) == (1, 2)  # type: ignore[arg-type]
