@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -31,6 +31,7 @@ from lean_selector.tools.service_process import HOST, ServiceError, check_port
 ROOT = Path(__file__).resolve().parents[1]
 START_TIMEOUT_S = 120.0  # of a busy machine's
 ANSWER_TIMEOUT_S = 60.0
+POLL_S = 0.02  # 50 polls a second of some 30 us each: below the noise of what is measured
 LAST_LINES = 10  # of a log, in an error
 # Below those that the system hands out for connections and engines' sockets, from 32 768 on: one of
 # them could take a port between our look and the service's bind.
@@ -138,6 +139,15 @@ def rss_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
 
 
+def wait_until(condition: Callable[[], bool], what: str, within_s: float) -> None:
+    """Polls an observable. Raises ServiceError."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise ServiceError(f"{what}: not within {within_s:.0f} s")
+        time.sleep(POLL_S)
+
+
 class ChildService:
     """A service on `port` of the loopback address, in a process of its own.
 
@@ -180,12 +190,12 @@ class ChildService:
 
     def wait(self) -> None:
         """Return when it is healthy. Raises ServiceError when it ended, or takes too long."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.is_healthy():
+
+        def is_up() -> bool:
             self.check()
-            if time.monotonic() > deadline:
-                raise ServiceError(f"{self.name}: no {self._health} in {START_TIMEOUT_S:.0f} s")
-            time.sleep(0.02)
+            return self.is_healthy()
+
+        wait_until(is_up, f"{self.name}: {self._health} is answered", START_TIMEOUT_S)
 
     def check(self) -> None:
         """Raises ServiceError, with its last words, once the process has ended."""

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import msgspec
 import zmq
 
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import BlockCache
-from loadtest.child_service import ENDING_SIGNALS
+from loadtest.child_service import ENDING_SIGNALS, wait_until
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
 from loadtest.duel.targets import Service
 from loadtest.traces import prompt_tokens
@@ -26,7 +27,6 @@ ZONES = 4  # the workers' taints: zone-0 and on
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
 _SETTLE_TIMEOUT_S = 120.0
 _CONNECT_S = 0.02  # for each engine, until a service that was told of it listens to it
-_POLL_S = 0.02  # 50 polls a second of some 30 us each: below the noise of what is measured
 _MARKER_TOKENS = 1 << 31  # above every token of the trace
 _PACE_S = 0.002
 # Above what 512 reservations of the trace need: the reference parks requests while every rank has
@@ -182,10 +182,15 @@ class Engines(AbstractContextManager["Engines"]):
         if not self._listened:
             return
         # What is told before the service listens is lost: tell again, the more seldom the larger.
-        deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-        while not self._is_heard_by(service, self.mark(), _CONNECT_S * self.count):
-            if time.monotonic() > deadline:
-                raise ServiceError(f"{service.name}: not all engines are heard")
+        tokens, again_at = list[int](), 0.0
+
+        def is_heard() -> bool:
+            nonlocal tokens, again_at
+            if (now := time.monotonic()) > again_at:
+                tokens, again_at = self.mark(), now + _CONNECT_S * self.count
+            return self._heard(service, tokens)
+
+        wait_until(is_heard, f"{service.name}: all engines are heard", _SETTLE_TIMEOUT_S)
 
     def book(self, service: Service) -> None:
         """Put a reservation on every worker, no two alike, so that no two have the same load."""
@@ -282,14 +287,6 @@ class Engines(AbstractContextManager["Engines"]):
         rows = service.call("POST", "/overlap_scores", body)["workers"]
         return len([row for row in rows if row["device_blocks"]]) == self.count
 
-    def _is_heard_by(self, service: Service, tokens: list[int], within_s: float) -> bool:
-        deadline = time.monotonic() + within_s
-        while not self._heard(service, tokens):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
-
     def settle(self, *services: Service) -> None:
         """Return when the services have applied all that was sent. Raises ServiceError.
 
@@ -299,8 +296,8 @@ class Engines(AbstractContextManager["Engines"]):
             return
         tokens = self.mark()
         for service in services:
-            if not self._is_heard_by(service, tokens, _SETTLE_TIMEOUT_S):
-                raise ServiceError(f"{service.name}: events are not applied")
+            is_heard = partial(self._heard, service, tokens)
+            wait_until(is_heard, f"{service.name}: events are applied", _SETTLE_TIMEOUT_S)
 
     @contextmanager
     def paced(self, messages: Sequence[Message], blocks_per_s: float) -> Iterator[None]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import msgspec
 
 from lean_selector.build_info import COMPILED, PURE
 from lean_selector.tools.service_process import HOST, START_TIMEOUT_S, ServiceError
-from loadtest.child_service import ROOT, ChildService, free_port, plain_environment
+from loadtest.child_service import ROOT, ChildService, free_port, plain_environment, wait_until
 from loadtest.duel.prompts import MODEL_NAME
 from loadtest.reference import NotInstalled, interpreter
 
@@ -158,7 +157,6 @@ class Service(ChildService):
 # -- a service and its peer ------------------------------------------------------------------------
 
 _LINK_TIMEOUT_S = 20.0
-_POLL_S = 0.05
 
 
 class Pair(contextlib.AbstractContextManager["Pair"]):
@@ -189,28 +187,24 @@ class Pair(contextlib.AbstractContextManager["Pair"]):
         """Return when the peer hears of reservations; they are freed again. Raises ServiceError."""
         if self.peer is None:
             return
-        deadline, number = time.monotonic() + _LINK_TIMEOUT_S, 0
-        while not _active(self.peer):
-            if time.monotonic() > deadline:
-                raise ServiceError(f"{self.main.name}: the replicas do not hear each other")
-            self.main.book(f"link-{number}", 1)
-            number += 1
-            time.sleep(_POLL_S)
-        for at in range(number):
-            self.main.call("DELETE", f"/reservations/link-{at}")
+        peer, booked = self.peer, list[str]()
+
+        def is_heard() -> bool:
+            booked.append(f"link-{len(booked)}")
+            self.main.book(booked[-1], 1)
+            return _active(peer) > 0
+
+        wait_until(is_heard, f"{self.main.name}: the replicas hear each other", _LINK_TIMEOUT_S)
+        for name in booked:
+            self.main.call("DELETE", f"/reservations/{name}")
         self.wait_until_equal()
 
     def wait_until_equal(self) -> None:
         """Return when the peer counts as many active requests as main does. Raises ServiceError."""
         if self.peer is None:
             return
-        deadline = time.monotonic() + _LINK_TIMEOUT_S
-        while (here := _active(self.main)) != (there := _active(self.peer)):
-            if time.monotonic() > deadline:
-                raise ServiceError(
-                    f"{self.main.name}: {here} active requests, its peer says {there}"
-                )
-            time.sleep(_POLL_S)
+        peer, what = self.peer, f"{self.main.name}: its peer counts as many active requests"
+        wait_until(lambda: _active(self.main) == _active(peer), what, _LINK_TIMEOUT_S)
 
     def __exit__(self, *_: object) -> None:
         for service in self.services:
