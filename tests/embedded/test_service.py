@@ -287,6 +287,7 @@ async def test_a_taken_replica_port_is_an_error_of_the_constructor() -> None:
     with pytest.raises(OSError, match=str(port)):
         SelectionService(replica_sync_port=port)
     await first.shutdown_async()
+    await SelectionService(replica_sync_port=port).shutdown_async()  # it is free again
 
 
 @pytest.mark.parametrize("ending", ["pass", "await service.shutdown_async()", "sys.exit(0)"])
