@@ -172,7 +172,7 @@ def _catalog_families(selector: Selector, partitions: Callable[[], list[Partitio
         for partition in partitions():
             count = 0
             for worker in list(partition.workers.values()) if partition.busy else ():
-                count += partition.is_worker_busy(worker)
+                count += not worker.mask & ~partition.busy  # each of its ranks is
                 yield None
             yield scope_labels(partition), count
 

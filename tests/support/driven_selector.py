@@ -183,6 +183,11 @@ class DrivenSelector:
 
     # What can be seen.
 
+    def chosen(self) -> set[int]:
+        """The workers that 40 requests go to; nothing is booked, so all are equally loaded."""
+        placements = [self.submit("s", self.request([], 16)) for _ in range(40)]
+        return {each.worker_id for each in placements if isinstance(each, Placement)}
+
     def pending(self) -> tuple[int, int]:
         """pending_count and pending_isl_tokens of the default partition."""
         (entry,) = inspection.loads(self.selector.catalog, "default", "default")

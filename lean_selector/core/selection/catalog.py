@@ -277,14 +277,9 @@ class Catalog:
         """Return the model and tenant of each registered worker, schedulable or not."""
         return {worker.spec.key for worker in self.workers.values()}
 
-    def served_models(self) -> list[str]:
-        """Return the models that have schedulable workers of any tenant, sorted."""
-        return sorted({key[0] for key, each in self.partitions.items() if each.workers})
-
-    def served_tenants(self, model_name: str) -> list[str]:
-        """Return the tenants of a model that have schedulable workers, sorted."""
-        found = self.partitions.items()
-        return sorted(key[1] for key, each in found if key[0] == model_name and each.workers)
+    def served(self) -> list[PartitionKey]:
+        """Return the models and tenants that have schedulable workers, sorted."""
+        return sorted(key for key, each in self.partitions.items() if each.workers)
 
     def schedulable_count(self) -> int:
         return sum(len(partition.workers) for partition in self.partitions.values())
@@ -462,8 +457,9 @@ class Refusals:
 
     def refused(self, key: PartitionKey) -> NoWorkers:
         """Count a request for a partition without schedulable workers, and return its error."""
-        is_known, served = key in self._catalog.known, self._catalog.served_models()
-        other_tenants = self._other_tenants(key[0]) if key[0] in served else None
+        is_known, served = key in self._catalog.known, self._catalog.served()
+        tenants = [tenant for model, tenant in served if model == key[0]]
+        other_tenants = self._named(key[0], tenants) if tenants else None
         if is_known:
             self.known[key] = self.known.get(key, 0) + 1
         elif other_tenants is not None:
@@ -476,11 +472,11 @@ class Refusals:
             message = f"no schedulable workers for {self._dialect.scope(*key)}"
         else:
             message = "no schedulable workers are available"
-        return NoWorkers(message, is_known or not served, served, other_tenants)
+        models = sorted({model for model, _ in served})
+        return NoWorkers(message, is_known or not served, models, other_tenants)
 
-    def _other_tenants(self, model: str) -> str:
+    def _named(self, model: str, tenants: list[str]) -> str:
         """Return a text that names other tenants that have schedulable workers of the model."""
-        tenants = self._catalog.served_tenants(model)
         named, more = ", ".join(tenants[:_NAMED]), len(tenants) - _NAMED
         word = self._dialect.group_word
         others = f"{named} and {more} more" if more > 0 else named

@@ -279,10 +279,6 @@ class Partition:
 
     # -- busy --------------------------------------------------------------------------------------
 
-    def is_worker_busy(self, worker: SchedulableWorker) -> bool:
-        """Whether the load of every rank of the worker is above the busy threshold."""
-        return not worker.mask & ~self.busy
-
     def ranks_of(self, worker_ids: frozenset[int]) -> int:
         """Return the set of the ranks of these workers. Unknown workers are ignored."""
         ranks = self._allowed.get(worker_ids) if len(worker_ids) > _FEW_WORKERS else None

@@ -6,19 +6,9 @@ import pytest
 
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.selection.scheduler import eligible
-from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL, Placement
+from lean_selector.core.selection.shapes import BOTH, DECODE, PREFILL
 from lean_selector.core.settings import EjectionSettings
 from tests.support.driven_selector import DrivenSelector, fleet_of
-
-
-def chosen(driven: DrivenSelector, **changes: object) -> set[int]:
-    """Who gets a plain request, of all who may."""
-    found = set()
-    for _ in range(40):
-        placement = driven.submit("s", driven.request([], 16, **changes))
-        assert isinstance(placement, Placement)
-        found.add(placement.worker_id)
-    return found
 
 
 def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() -> None:
@@ -31,7 +21,7 @@ def test_a_worker_that_only_prefills_gets_none_and_the_error_names_the_role() ->
         driven.submit("s", driven.request([], 16, pin=(1, 0)))
     driven.remove(2)
     driven.register(3, worker_role="decode")  # a loss of all heals by itself
-    assert chosen(driven) == {3}
+    assert driven.chosen() == {3}
 
 
 def test_of_roles_that_nobody_has_the_catalog_tells() -> None:

@@ -4,7 +4,6 @@ import pytest
 
 from lean_selector.core.errors import NotFound
 from lean_selector.core.health.ejections import FAILED, OK
-from lean_selector.core.selection.shapes import Placement
 from lean_selector.core.settings import EjectionSettings
 from tests.support.driven_selector import DrivenSelector
 
@@ -23,42 +22,32 @@ def fail(driven: DrivenSelector, worker_id: int, dp_rank: int | None = None) -> 
         driven.selector.health.record_outcome(worker_id, dp_rank, FAILED, driven.now)
 
 
-def chosen(driven: DrivenSelector, **ties: object) -> set[int]:
-    """The workers that 40 requests go to; nothing is booked, so all are equally loaded."""
-    found = set()
-    for number in range(40):
-        placement = driven.submit(f"s{number}", driven.request([], 16, **ties))
-        assert isinstance(placement, Placement)
-        found.add(placement.worker_id)
-    return found
-
-
 def test_a_poll_of_a_worker_that_is_gone_meanwhile_changes_nothing() -> None:
     driven = fleet(1, 2)
     driven.remove(2)
     for _ in range(10):
         driven.selector.health.polled(2, "connection refused", driven.now)
-    assert chosen(driven) == {1}
+    assert driven.chosen() == {1}
     driven.register(2)
-    assert chosen(driven) == {1, 2}
+    assert driven.chosen() == {1, 2}
 
 
 def test_when_all_are_ejected_all_are_tried() -> None:
     driven = fleet(1, 2)
     fail(driven, 1)
     fail(driven, 2)
-    assert chosen(driven) == {1, 2}
+    assert driven.chosen() == {1, 2}
     driven.selector.health.record_outcome(2, None, OK, driven.now)
-    assert chosen(driven) == {2}
+    assert driven.chosen() == {2}
 
 
 def test_a_worker_with_another_endpoint_is_another_and_the_same_record_changes_nothing() -> None:
     driven = fleet(1, 2)
     fail(driven, 1)
     driven.register(1)
-    assert chosen(driven) == {2}
+    assert driven.chosen() == {2}
     driven.register(1, endpoint="http://elsewhere")
-    assert chosen(driven) == {1, 2}
+    assert driven.chosen() == {1, 2}
 
 
 def test_a_worker_that_is_removed_leaves_no_ejection_behind() -> None:
@@ -67,7 +56,7 @@ def test_a_worker_that_is_removed_leaves_no_ejection_behind() -> None:
     driven.remove(2)
     driven.register(4)  # takes its number
     driven.register(2)
-    assert chosen(driven) == {1, 2, 3, 4}
+    assert driven.chosen() == {1, 2, 3, 4}
 
 
 def test_a_report_on_who_is_not_there_is_not_found_and_one_on_an_incomplete_worker_is_taken() -> (
