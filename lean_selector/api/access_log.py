@@ -29,7 +29,6 @@ _HEADERS: Final = re.compile(rb"\r\n(%b): ([!-~]+)" % b"|".join(_IN_HEADERS))
 _log = logging.getLogger(ACCESS_LOG)
 
 _decode = msgspec.json.Decoder(BodyIds).decode
-ID_FIELDS = BodyIds.__struct_fields__
 
 
 def with_access_log(app: App, routes: tuple[Route, ...]) -> App:
@@ -113,7 +112,5 @@ def _ids(body: bytes | bytearray) -> dict[str, object]:
         ids = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
-    found = {name: getattr(ids, name) for name in ID_FIELDS}
-    return {
-        name: value[:MAX_ID_CHARACTERS] for name, value in found.items() if isinstance(value, str)
-    }
+    found = msgspec.structs.asdict(ids).items()
+    return {name: value[:MAX_ID_CHARACTERS] for name, value in found if isinstance(value, str)}

@@ -191,7 +191,7 @@ def _endpoint_faults(worker: Worker, sources: Sources) -> Iterator[str]:
         fault = endpoint_fault(endpoint) or _shared([*heard, *sources.askers(key)])
         if fault is not None:
             yield f"{field} {endpoint} {fault}"
-    for field, endpoint in _replays_of(worker):
+    for field, endpoint in _replays_of(worker.spec):
         key = zmq_key(endpoint)
         asked = [rank for rank in sources.askers(key) if rank[0] != worker_id]
         fault = endpoint_fault(endpoint) or _shared([*asked, *sources.listeners(key)])
@@ -208,20 +208,10 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
     ]
 
 
-def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """Yields (field, endpoint) for each replay endpoint of a worker and of its ranks."""
-    spec = worker.spec
-    if spec.replay_endpoint is not None:
-        yield "replay_endpoint", spec.replay_endpoint
-        if endpoint_fault(spec.replay_endpoint) is None:
-            for rank, source in worker.sources.items():
-                derived = source.replay_endpoint
-                if derived is None or derived == spec.replay_endpoint:
-                    continue
-                if rank not in spec.replay_endpoints:
-                    yield f"replay_endpoint of dp_rank {rank}", derived
-    for rank, endpoint in sorted(spec.replay_endpoints.items()):
-        yield f"replay_endpoints[{rank}]", endpoint
+def _replays_of(spec: WorkerSpec) -> list[tuple[str, str]]:
+    one = [] if spec.replay_endpoint is None else [("replay_endpoint", spec.replay_endpoint)]
+    by_rank = sorted(spec.replay_endpoints.items())
+    return one + [(f"replay_endpoints[{rank}]", endpoint) for rank, endpoint in by_rank]
 
 
 def endpoint_fault(endpoint: str) -> str | None:

@@ -157,12 +157,6 @@ def neighbours(service: RunningService) -> None:
     assert sent(service, "POST", "/workers", taken)[1] is None
 
 
-def ranks(first: int, count: int = 2, host: str = "w") -> dict[str, object]:
-    """Fields of a worker of several ranks, whose events are on ports in a row."""
-    events = {str(rank): f"tcp://{host}:{first + rank}" for rank in range(count)}
-    return {"data_parallel_size": count, "kv_events_endpoints": events}
-
-
 @pytest.mark.parametrize(
     ("field", "endpoint", "said"),
     [
