@@ -122,8 +122,6 @@ async def test_a_file_that_cannot_be_read_is_a_failure_until_it_is_mended(tmp_pa
     await until(lambda: found == [["http://a:1"], ["http://b:1"]])
     await until(lambda: sighting.state == "watching")
     assert not running.done()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
 
 
 @on_loop
@@ -139,9 +137,7 @@ async def test_a_file_is_read_anew_after_a_failure_that_nobody_expected(tmp_path
     finder = FileFinder(Sighting("file"), str(tmp_path / "workers.json"), 0.001, on_found)
     assert isinstance((await asyncio.gather(finder.run(), return_exceptions=True))[0], RuntimeError)
     again = asyncio.create_task(finder.run())
-    await until(lambda: len(told) == 2)
-    again.cancel()
-    await asyncio.gather(again, return_exceptions=True)
+    await until(lambda: len(told) == 2 and not again.done())
 
 
 # -- what runs for each ----------------------------------------------------------------------------

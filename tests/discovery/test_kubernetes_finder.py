@@ -185,8 +185,6 @@ async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -
         await until(lambda: sighting.failures)
         assert "unknown form of response" in str(sighting.error)
         assert (running.done(), told) == (False, [])
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
 
 
 @on_loop
