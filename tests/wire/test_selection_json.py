@@ -78,17 +78,6 @@ def test_a_record_shows_every_field_in_the_documented_order() -> None:
     assert "é".encode() in msgspec.json.encode(record)
 
 
-def test_a_record_of_nothing_shows_nulls_and_leaves_out_empty_maps() -> None:
-    record = WorkerRecord(**Worker(spec(), ["endpoint is required"], {}).shown(API_1_3))
-    shown = json.loads(msgspec.json.encode(record))
-    assert [name for name, value in shown.items() if value is not None] == [
-        *("worker_id", "model_name", "tenant_id", "lifecycle", "taints", "topology_domains"),
-        "not_schedulable_reasons",
-    ]
-    assert "kv_events_endpoints" not in shown
-    assert list(shown)[-1] == "not_schedulable_reasons"
-
-
 def test_the_tenant_goes_by_either_name_but_not_by_two_that_differ() -> None:
     cases: list[tuple[dict[str, str], str]] = [
         *(({}, "default"), ({"tenant_id": "a"}, "a"), ({"routing_group": "a"}, "a")),
