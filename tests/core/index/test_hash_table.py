@@ -1,5 +1,8 @@
 """The packed table against a dict, and how it grows."""
 
+import random
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +27,22 @@ def test_a_table_keeps_what_a_dict_keeps(
             assert table.add(name, value) is (name not in held)
             held.setdefault(name, value)
         assert [table.get(name) for name in NAMES] == [held.get(name, ABSENT) for name in NAMES]
+
+
+@pytest.mark.parametrize("shift", [0, 40])
+def test_a_table_keeps_thousands_that_come_and_go(shift: int) -> None:
+    table, held, dice = HashTable(16), dict[int, int](), random.Random(3)
+    for value in range(12_000):
+        name = dice.randrange(1, 3_000) << shift
+        if name in held:
+            assert table.pop(name) == held.pop(name)
+        else:
+            held[name] = value
+            assert table.add(name, value)
+    assert all(table.get(name) == value for name, value in held.items())
+    segments = dict.fromkeys(table._segments)
+    assert len(segments) > 100
+    assert sum(each.used for each in segments) == len(held)
 
 
 def test_a_hash_is_mixed_as_it_was_when_the_bounds_were_measured() -> None:
