@@ -34,7 +34,7 @@ BAD: list[tuple[str, str, object]] = [
     ("POST", "/select", {**HASHES, "isl_tokens": 0}),
     ("POST", "/select", {**HASHES, "isl_tokens": -1}),
     ("POST", "/select", {**HASHES, "sequence_hashes": [1, 2], "isl_tokens": 4}),
-    ("POST", "/select", {**HASHES, "block_hashes": [2**63], "isl_tokens": 4}),
+    ("POST", "/select", {**HASHES, "block_hashes": [2**64], "isl_tokens": 4}),
     ("POST", "/select", {"token_ids": [1], "pinned_worker": {"worker_id": 1}}),
     ("POST", "/select", {"token_ids": [1], "strict_priority": -1}),
     ("POST", "/overlap_scores", {"token_ids": [1], "router_config_override": {"x": 1}}),
