@@ -90,7 +90,7 @@ def imported(tree: ast.AST) -> set[tuple[str, str]]:
     }
 
 
-CALLS_IN_SLICES = {"len", "max", "min", "index", "end", "_blocks"}
+CALLS_IN_SLICES = {"len", "max", "min", "index", "start", "end", "_blocks"}
 
 
 def test_a_bound_of_a_slice_calls_nothing_that_has_an_effect() -> None:
