@@ -14,12 +14,12 @@ core has died. Nothing in this module waits: the loop calls the methods, each ca
 as the table says, and `placing` waits before the request is sent. Pieces are relayed at the
 client's pace.
 
-A pair of workers serves some requests (`pair.py` has the legs, and why they are delicate). The
-prefill worker gets the request first. Its whole answer is kept, and what it says of its KV blocks
-(the params) goes to the decode worker, whose answer is relayed. A decode worker that cannot fetch
-these blocks answers 500, for which either may be the cause, so neither is blamed. The same params
-are sent again only if nothing was sent: after a refused connection, to one other decode worker,
-while the prefill worker still holds the blocks. Otherwise both legs are run anew.
+A pair of workers serves some requests (`pair.py` makes their bodies, and tells what is delicate).
+The prefill worker gets the request first. Its whole answer is kept, and what it says of its KV
+blocks (the params) goes to the decode worker, whose answer is relayed. A decode worker that cannot
+fetch these blocks answers 500, for which either may be the cause, so neither is blamed. The same
+params are sent again only if nothing was sent: after a refused connection, to one other decode
+worker, while the prefill worker still holds the blocks. Otherwise both legs are run anew.
 
 Three other ways were tried. To compare the first read with an error's bytes: an error in two reads
 was relayed. To try all workers: a request may be the cause of a failure, and there are requests
