@@ -10,15 +10,17 @@ The ranks of a cell differ only in load; whatever else the cost depends on is eq
 the cheapest rank is the one with the least load, and the order of loads is the same for all prompts
 (`load_order.py` keeps it). So each cell is walked in this order, until no further load can be
 cheaper than the best rank so far: mostly one or two steps. With a temperature, the choice is
-random, and cheaper ranks are more likely; then a rank is drawn without all costs, too.
+random, and cheaper ranks are more likely; then, too, a rank is mostly drawn without all costs.
 
 What goes wrong is rounding, and terms that are not plain sums. A cost is computed in floats, so a
 higher load may have the same cost, or a lower one: the walk goes on as long as the rounding error
 allows. Where the order of loads does not tell the exact cost (a decay of the credit, a limit of
 it), it gives bounds, and the walk stops at these. Ties are broken uniformly at random, or one rank
 would get all new prompts. A term that differs by rank (taints, speeds, full caches) divides the
-cells; so no option makes a choice visit each rank, unless it makes each rank differ. A property
-test compares every choice with that of a chooser that visits all ranks."""
+cells; so no option makes a choice visit each rank, unless it makes each rank differ. There is one
+exception: where a weight per active request limits the credit, all ranks are visited whose credit
+may reach the limit (`_crediting`). A property test compares every choice with that of a chooser
+that visits all ranks."""
 
 import math
 import random
