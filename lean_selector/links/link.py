@@ -14,7 +14,7 @@ one begins with a look-up. A libzmq monitor stays open as long as the socket, an
 connection, its handshake and its loss. It says nothing about refused attempts: probes of our own
 find their reason, and that of a failed handshake. Of a name with several addresses, a probe first
 finds one that accepts. Received messages wait in the link, bounded in bytes, until its owner takes
-them; if too many wait, the oldest are dropped.
+them; if too many wait, the oldest are dropped, or a link that is used `once` ends.
 
     state        event                                              next state
     CONNECTING   the endpoint has a name                            RESOLVING
