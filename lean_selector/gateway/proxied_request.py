@@ -24,9 +24,9 @@ worker, while the prefill worker still holds the blocks. Otherwise both legs are
 Three other ways were tried. To compare the first read with an error's bytes: an error in two reads
 was relayed. To try all workers: a request may be the cause of a failure, and there are requests
 that end the process of any engine, so one such request ended five engines. If a request was sent,
-and the worker failed (its connection broke, or it answered 500 or 502), only one other worker gets
-it. To retry every request: when many workers fail, retries overload the others, so retries of all
-requests have one budget.
+and the worker failed (its connection broke, or it answered 500 or 502), at most one other worker
+gets it. To retry every request: when many workers fail, retries overload the others, so retries of
+all requests have one budget, except those after a refused connection, which cost a worker nothing.
 
 The table has the next state for what happens in each state; where a cell is empty, it cannot
 happen. If no other worker may be tried, the request is OVER instead of LOOKING.
@@ -43,7 +43,7 @@ happen. If no other worker may be tried, the request is OVER instead of LOOKING.
     body                         PREFILLING RELAYING   SHEDDING   RELAYING
     end                          LOOKING    OVER       LOOKING    OVER
     lost                         LOOKING    LOOKING    LOOKING    OVER
-    lost, was kept               LOOKING    LOOKING    LOOKING
+    lost, was kept               LOOKING    LOOKING
     hung up           OVER       OVER       OVER       OVER       OVER
     timed out         OVER       OVER       OVER       OVER
 """

@@ -598,7 +598,7 @@ def test_the_table_has_every_state_and_every_change_of_it() -> None:
     changes = {(state, told) for _, state, told in cells()}
     assert {each for change in changes for each in change} == set(State)
     assert (State.RELAYING, State.LOOKING) not in changes
-    assert len(cells()) == 34
+    assert len(cells()) == 33
 
 
 def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
