@@ -159,7 +159,9 @@ class Driver:
         except ClientError:
             self._check_open()
             raise
-        self._check_open()  # close() ends the response
+        if self._is_closing:  # and it was being connected, so that close() did not find it
+            await opened.close()
+            raise self.closed()
         return opened
 
     # -- reservations ------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ from lean_selector.client.errors import (
 from lean_selector.client.router import FRESH_S, outcome_of
 from lean_selector.client.transport import OpenStream, ServiceConnection, answer_of
 from lean_selector.core.selection.shapes import Overlap
-from tests.support.on_loop import on_loop
+from tests.client.fake_worker import FakeWorker
+from tests.support.on_loop import on_loop, until
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)
@@ -427,6 +428,32 @@ async def test_nothing_is_booked_while_the_driver_closes(monkeypatch: pytest.Mon
         await real.book(calls.select_and_reserve("r", {}), Reservation(1, reservation_id="r"))
     is_released.set()
     await closing
+
+
+@on_loop
+async def test_a_worker_that_is_connected_to_after_the_close_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, is_asked, is_closed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    look_up = loop.getaddrinfo
+
+    async def late(*asked: Any, **how: Any) -> Any:
+        is_asked.set()
+        await is_closed.wait()
+        return await look_up(*asked, **how)
+
+    monkeypatch.setattr(loop, "getaddrinfo", late)
+    real = Driver(ServiceConnection("http://s", Timeouts()), Timeouts())
+    with FakeWorker() as worker:
+        body = b'{"fake": {"stall_after": 0}}'
+        step = OpenStream(1, f"http://localhost:{worker.port}", body, {})
+        opening = asyncio.create_task(real.open(step))
+        await is_asked.wait()
+        await real.close()
+        is_closed.set()
+        with pytest.raises(ClientClosed):
+            await opening
+        await until(lambda: worker.hung_up == 1, "the worker need not go on")
 
 
 def test_what_a_service_refuses_for_good_is_not_asked_again() -> None:
