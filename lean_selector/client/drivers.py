@@ -254,6 +254,7 @@ class Driver:
             call.cancel()
             await asyncio.wait({call})
         if call.cancelled():
+            reservation.ambiguous = True
             return True
         error = call.exception()
         if isinstance(error, ServiceUnreachable):

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lean_selector.client import KvRouter, KvRouterConfig, calls
+from lean_selector.client import KvRouter, KvRouterConfig, calls, drivers
 from lean_selector.client.calls import Call, Scope, Selected, Worker
 from lean_selector.client.client_settings import Backoff, Timeouts
 from lean_selector.client.drivers import Driver, Reservation
@@ -413,6 +413,30 @@ async def test_a_booking_whose_answer_is_lost_is_freed_before_that_is_said(
         await real.book(calls.select_and_reserve("r", {}), Reservation(1, reservation_id="r"))
     assert service.methods == methods
     await real.close()
+
+
+@on_loop
+async def test_a_booking_that_is_cancelled_on_its_way_is_freed_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unanswered(Scripted):
+        async def exchange(self, call: Call[Any]) -> Any:
+            if call.method == "POST":
+                self.methods.append(call.method)
+                await asyncio.Event().wait()
+            return await super().exchange(call)
+
+    service = Unanswered(LOST)
+    real = Driver(service, Timeouts())
+    monkeypatch.setattr(real, "pause", lambda _: asyncio.sleep(0))
+    monkeypatch.setattr(drivers, "RESERVE_GRACE_S", 0.0)
+    call = calls.select_and_reserve("r", {})
+    booking = asyncio.create_task(real.book(call, Reservation(1, reservation_id="r")))
+    await until(lambda: service.methods != [], "it is sent")
+    booking.cancel()
+    await asyncio.wait({booking})
+    await real.close()
+    assert service.methods == ["POST", "DELETE", "DELETE"]
 
 
 @on_loop
