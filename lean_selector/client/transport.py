@@ -39,6 +39,7 @@ SERVICE_LIMITS = httpx.Limits(max_connections=512, max_keepalive_connections=64)
 WORKER_LIMITS = httpx.Limits(
     max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
 )
+MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
 DRAIN_S = 0.2  # for the few bytes after an engine's [DONE]
 MSGPACK = "application/msgpack"
 
@@ -269,7 +270,10 @@ class WorkerConnections:
             return Opened(step, response)
         body = b""
         try:
-            body = await response.aread()
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_ERROR_BYTES:
+                    break
         except httpx.HTTPError:
             pass  # the body is optional: the status is enough
         finally:

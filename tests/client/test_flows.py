@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import httpx
@@ -37,10 +38,16 @@ from lean_selector.client.errors import (
     service_refusal,
 )
 from lean_selector.client.router import FRESH_S, outcome_of
-from lean_selector.client.transport import OpenStream, ServiceConnection, answer_of
+from lean_selector.client.transport import (
+    OpenStream,
+    ServiceConnection,
+    WorkerConnections,
+    answer_of,
+)
 from lean_selector.core.selection.shapes import Overlap
 from tests.client.fake_worker import FakeWorker
 from tests.support.on_loop import on_loop, until
+from tests.support.threaded_server import ThreadedServer, body_of
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)
@@ -478,6 +485,29 @@ async def test_a_worker_that_is_connected_to_after_the_close_is_left(
         with pytest.raises(ClientClosed):
             await opening
         await until(lambda: worker.hung_up == 1, "the worker need not go on")
+
+
+@on_loop
+async def test_of_a_workers_error_no_more_is_read_than_a_message_has() -> None:
+    sent: list[int] = []
+
+    def refuse(handler: BaseHTTPRequestHandler) -> None:
+        body_of(handler)
+        handler.send_response(500)
+        handler.send_header("content-length", str(1 << 40))
+        handler.end_headers()
+        with contextlib.suppress(OSError):
+            for at in range(1 << 10):
+                handler.wfile.write(bytes(1 << 16))
+                sent.append(at)
+        handler.close_connection = True
+
+    workers = WorkerConnections(Timeouts())
+    with ThreadedServer(refuse) as worker:
+        with pytest.raises(WorkerRefused):
+            await workers.open(OpenStream(1, worker.url, b"{}", {}))
+        assert len(sent) < 1 << 10
+    await workers.close()
 
 
 def test_what_a_service_refuses_for_good_is_not_asked_again() -> None:
