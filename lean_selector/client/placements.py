@@ -136,6 +136,7 @@ class TokenStream(Placed, AsyncClosing):
 
     async def aclose(self) -> None:
         """Stops the generation, and frees the reservation."""
+        self._ready.clear()
         await self._driver.release_now(self._reservation)
 
     def __del__(self) -> None:

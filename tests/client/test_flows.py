@@ -510,6 +510,15 @@ async def test_of_a_workers_error_no_more_is_read_than_a_message_has() -> None:
     await workers.close()
 
 
+def test_a_stream_that_is_closed_has_no_more_chunks() -> None:
+    stream = result(router().generate(TOKENS, "m"), selected(), None)
+    stream._take(b'data: {"choices":[{"index":0,"text":"a"}]}\n\n' * 2)
+    play(stream.aclose(), None)
+    stream._reservation.ended = True
+    with pytest.raises(StopAsyncIteration):
+        result(anext(stream), None)
+
+
 def test_what_a_service_refuses_for_good_is_not_asked_again() -> None:
     with pytest.raises(InvalidRequest):
         play(entering(router().reserve(TOKENS)), service_refusal(400, "no"))
