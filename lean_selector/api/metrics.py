@@ -4,24 +4,27 @@ Metrics of optional parts are in the modules of `app/` that create these parts. 
 answered in slices. Between two slices counters may change, so samples are made from copies of them.
 Labels are registered models and workers, never ids that clients choose."""
 
+import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Protocol
 
+from lean_selector.api.gate import LATENCY_BOUNDS_S, RouteMeter
 from lean_selector.api.logs import LogState
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.slots import Slots
 from lean_selector.http.connections import Connections
 from lean_selector.tasks import failures
 from lean_selector.wire.exposition import (
-    LATENCY_BOUNDS_S,
     Families,
+    Histogram,
     HistogramFamily,
-    LoopLag,
-    RouteMeter,
     Sample,
     by,
     each,
+    head,
+    kind_of,
     labels,
     table,
     table_of,
@@ -68,14 +71,13 @@ def http_families(meters: Iterable[RouteMeter]) -> Families:
     ]  # fmt: skip
 
 
-def process_families(service: str, version: str, lag: LoopLag, log: LogState) -> Families:
+def process_families(service: str, version: str, lag: Histogram, log: LogState) -> Families:
     build = labels(service=service, version=version, python=platform.python_version())
-    histogram = lag.histogram
     return [
         HistogramFamily(
             "lean_selector_loop_lag_seconds",
             "Delay of the event loop's timers, sampled 20 times a second.",
-            lambda: [("", histogram.bounds, histogram.buckets, histogram.total)],
+            lambda: [("", lag.bounds, lag.buckets, lag.total)],
         ),
         *table({
             "build_info": (lambda: [(build, 1)], "Always 1."),
@@ -87,6 +89,36 @@ def process_families(service: str, version: str, lag: LoopLag, log: LogState) ->
                 "Failures outside of requests, each with a log line: tasks, callbacks, threads."),
         }),
     ]  # fmt: skip
+
+
+def process_text() -> str:
+    """Return metrics such as process_cpu_seconds_total as text, or "" if there is no /proc."""
+    process = Path("/proc/self")
+    try:
+        stat = (process / "stat").read_bytes().rpartition(b")")[2].split()
+        limits = (process / "limits").read_bytes()
+        open_files = len(os.listdir(process / "fd"))
+        booted = Path("/proc/stat").read_bytes().partition(b"\nbtime ")[2].split()[0]
+    except OSError:
+        return ""
+    ticks = os.sysconf("SC_CLK_TCK")
+    most_files = limits.partition(b"\nMax open files")[2].split()[0].decode()
+    figures = {
+        "process_virtual_memory_bytes": (int(stat[20]), "Virtual memory size in bytes."),
+        "process_resident_memory_bytes": (int(stat[21]) * os.sysconf("SC_PAGE_SIZE"),
+            "Resident memory size in bytes."),
+        "process_start_time_seconds": (int(booted) + int(stat[19]) / ticks,
+            "Start time of the process since unix epoch in seconds."),
+        "process_cpu_seconds_total": ((int(stat[11]) + int(stat[12])) / ticks,
+            "Total user and system CPU time spent in seconds."),
+        "process_open_fds": (open_files, "Number of open file descriptors."),
+        "process_max_fds": ("+Inf" if most_files == "unlimited" else most_files,
+            "Maximum number of open file descriptors."),
+    }  # fmt: skip
+    return "".join(
+        head(name, kind_of(name), help) + f"{name} {value}\n"
+        for name, (value, help) in figures.items()
+    )
 
 
 def connection_families(connections: Connections) -> Families:

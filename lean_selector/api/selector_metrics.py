@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
+from lean_selector.api.gate import RouteMeter
 from lean_selector.api.metrics import WORKERS, load_families, scope_labels
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
@@ -30,7 +31,6 @@ from lean_selector.core.sessions.table import SessionTable
 from lean_selector.wire.exposition import (
     Families,
     Number,
-    RouteMeter,
     Sample,
     by,
     each,

@@ -14,6 +14,7 @@ import zmq.asyncio
 from lean_selector.api import logs
 from lean_selector.api.access import AccessTokens
 from lean_selector.api.application import observed
+from lean_selector.api.gate import RouteMeter
 from lean_selector.api.routes import Route, durable
 from lean_selector.api.selection import DumpAnswers, SelectionService
 from lean_selector.api.shared_handlers import discovery_routes
@@ -34,7 +35,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.parts import Parts
-from lean_selector.wire.exposition import Families, RouteMeter
+from lean_selector.wire.exposition import Families
 
 if TYPE_CHECKING:
     from lean_selector.app.decision_log import DecisionLog

@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from lean_selector.api.gate import RouteMeter
 from lean_selector.core.errors import (
     AllWorkersBusy,
     BadRequest,
@@ -56,7 +57,6 @@ from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
 from lean_selector.tasks import Steps, stepped
-from lean_selector.wire.exposition import RouteMeter
 
 log = logging.getLogger("lean_selector.gateway")
 

@@ -9,12 +9,11 @@ import pytest
 
 from lean_selector.api.access import READ
 from lean_selector.api.bodies import SCOPE_FIELDS, Query
-from lean_selector.api.gate import Gate
+from lean_selector.api.gate import Gate, RouteMeter
 from lean_selector.api.replies import LaterReply, Reply
 from lean_selector.api.routes import Route
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, NotFound
 from lean_selector.http.response import PendingReply
-from lean_selector.wire.exposition import RouteMeter
 from lean_selector.wire.selection_bodies import PromptFields
 from tests.support.gates import answered, request
 
