@@ -310,11 +310,13 @@ class Partition:
             if load.dp_rank not in spec.ranks:
                 dropped += self._drop_rank(load)
         loads = [self.slots.add_rank(worker_id, dp_rank) for dp_rank in spec.ranks]
+        before = self.everyone
         for load in loads:
             if load.bucket is None:
                 self.order.add(load)
                 self.everyone |= load.mask
-                self.queue.forget_matches(load.mask)
+        if new := self.everyone ^ before:
+            self.queue.forget_matches(new)
         bound = None if not spec.total_kv_blocks else 2 * spec.total_kv_blocks
         self.index.set_bound(worker_id, bound, None)
         if self.routed is not None:

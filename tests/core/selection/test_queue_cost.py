@@ -140,3 +140,12 @@ def test_a_whole_queue_that_may_go_is_one_walk() -> None:
         return spent
 
     assert cost(800) <= 9 * cost(100)
+
+
+def test_who_waits_is_looked_at_once_for_all_ranks_of_a_new_worker() -> None:
+    def cost(parked: int, ranks: int) -> int:
+        driven = full_fleet(4)
+        park(driven, parked, 4, "pinned")
+        return steps(lambda: driven.register(9, data_parallel_size=ranks))
+
+    assert cost(1000, 16) - cost(0, 16) <= 1.1 * (cost(1000, 1) - cost(0, 1))
