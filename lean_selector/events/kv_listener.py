@@ -218,6 +218,7 @@ class KvListener:
         """Unsubscribe. After this call, no further event is applied, and the index keeps the rank's
         blocks. Return an awaitable that completes when the listener's tasks have ended."""
         self._work.drop()
+        self._old_messages = -1
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
         if self._replay is not None:

@@ -341,6 +341,21 @@ class Stalled(Turns):
 
 
 @on_loop
+async def test_who_ended_before_old_messages_were_read_asks_for_no_replay() -> None:
+    turns = Stalled()
+    async with heard(SILENT, turns=turns) as (engine, service):
+        listener = service.listener
+        await engine.store(1, 2)
+        await until(lambda: listener._live.waiting == 2)
+        listener._note_link()  # as when the connection was lost and made again
+        ended = listener.stop()
+        turns.is_released = True
+        await asyncio.wait_for(ended, DEADLINE_S)
+        await turns.run(lambda deadline: False)  # behind what was put off
+        assert listener._replaying is None
+
+
+@on_loop
 async def test_what_a_backlog_had_to_drop_is_replayed() -> None:
     turns = Stalled()
     async with heard(SERVED, turns=turns, max_waiting_bytes=50_000) as (engine, service):
