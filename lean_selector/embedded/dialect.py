@@ -80,8 +80,9 @@ def body_of(kind: type[T], name: str, given: object) -> T:
 
 def _as_json(field: object, value: object) -> object:
     """Return a value of the types that a body has: those of JSON, and bytes."""
-    if isinstance(value, memoryview) and (field not in _PACKED or value.itemsize > 1):
-        value = value.tolist()
+    if isinstance(value, memoryview):  # perhaps with gaps, which the encoder refuses
+        is_packed = field in _PACKED and value.itemsize == 1
+        value = value.tobytes() if is_packed else value.tolist()
     if isinstance(value, list | tuple) and value and type(value[0]) is int:
         return value  # many tokens or hashes, whose reader checks them
     return msgspec.msgpack.decode(_encode(value))

@@ -165,6 +165,7 @@ HASHES: tuple[Callable[[], object], ...] = (
     lambda: struct.pack("<2q", *BOOKED_HASHES),
     lambda: bytearray(struct.pack("<2q", *BOOKED_HASHES)),
     lambda: memoryview(struct.pack("<2q", *BOOKED_HASHES)),
+    lambda: memoryview(struct.pack("<2q", *BOOKED_HASHES)[::-1])[::-1],  # not contiguous
 )
 
 
