@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.api.gate import Gate
-from tests.support.gates import answered, request, selection_gate
-from tests.support.operations import lines_run
+from lean_selector.wire.scalars import JsonText
+from tests.support.gates import answered, request, selection_gate, selection_service
 
 ids = st.integers(0, 6)
 names = st.sampled_from(["a", "b", "ä\n"])
@@ -119,14 +119,18 @@ def test_the_bytes_are_those_of_the_records() -> None:
 
 
 def test_a_probe_encodes_nothing_until_a_worker_changes() -> None:
-    gate = selection_gate()
-    for worker_id in range(400):
-        assert post(gate, worker_id)[0] == 201
+    service = selection_service()
+    gate = selection_gate(service=service)
+    assert post(gate, 7)[0] == 201
 
-    def probe() -> int:
-        return lines_run(answered, gate, request("GET", "/ready"))
+    def listed() -> JsonText:
+        """The text of which the answer to a probe is made."""
+        assert answered(gate, request("GET", "/ready"))[0] == 200
+        return service._listed
 
-    assert probe() > 400
-    assert probe() < 200
-    post(gate, 7, taints=["a"])
-    assert probe() > 400
+    first = listed()
+    assert listed() is first
+    assert answered(gate, request("GET", "/workers")) == (200, first.text)
+    assert listed() is first
+    assert post(gate, 7, taints=["a"])[0] == 201
+    assert listed() is not first
