@@ -1,6 +1,7 @@
 """Bodies of the selection service: what each field takes, and what comes out of it."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -136,9 +137,23 @@ WRONG_SELECTIONS: dict[str, list[str]] = {
 }
 
 
-def test_worker_ids_beyond_u64_are_refused_wherever_they_stand() -> None:
-    with pytest.raises(msgspec.ValidationError, match="worker_id"):
-        select(f'{{"pinned_worker":{{"worker_id":{2**64},"dp_rank":0}}}}')
+@pytest.mark.parametrize(
+    ("read", "path"),
+    [
+        *((select, "pinned_worker.worker_id"), (select, "affinity_target.worker_id")),
+        *((reservation, f"prefill.{field}") for field in ("worker_id", "effective_prefill_tokens")),
+    ],
+)
+def test_numbers_beyond_u64_are_refused_wherever_they_stand(
+    read: Callable[[str], object], path: str
+) -> None:
+    group, _, field = path.partition(".")
+    inner = {"worker_id": 1, "dp_rank": 0, field: 2**64}
+    with pytest.raises(msgspec.ValidationError, match=re.escape(f"`$.{path}`")):
+        read(json.dumps({"reservation_id": "a", "worker_id": 1, group: inner}))
+
+
+def test_worker_ids_of_a_list_are_not_beyond_u64() -> None:
     with pytest.raises(msgspec.ValidationError, match="allowed_worker_ids"):
         allowed_workers([1, 2**64])
 

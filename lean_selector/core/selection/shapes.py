@@ -133,7 +133,7 @@ class PinnedWorker(msgspec.Struct, frozen=True):
     dp_rank: U32
 
     def __post_init__(self) -> None:
-        check_u64("worker_id", self.worker_id)
+        check_u64("pinned_worker.worker_id", self.worker_id)
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
@@ -143,7 +143,7 @@ class AffinityTarget(msgspec.Struct, frozen=True):
     dp_rank: U32 | None = None
 
     def __post_init__(self) -> None:
-        check_u64("worker_id", self.worker_id)
+        check_u64("affinity_target.worker_id", self.worker_id)
 
 
 MOST_FAIRNESS_ID = 256  # characters
@@ -331,8 +331,8 @@ class PrefillChoice(PinnedWorker, frozen=True):
     effective_prefill_tokens: NonNegative = 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_u64("effective_prefill_tokens", self.effective_prefill_tokens)
+        check_u64("prefill.worker_id", self.worker_id)
+        check_u64("prefill.effective_prefill_tokens", self.effective_prefill_tokens)
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
