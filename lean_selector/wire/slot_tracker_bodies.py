@@ -57,7 +57,7 @@ class LifecycleRequest(ScopedBody, kw_only=True):
 class PotentialLoadsRequest(ScopedBody, kw_only=True):
     """The body of POST /potential_loads of the slot tracker."""
 
-    sequence_hashes: msgspec.Raw  # signed 64-bit integers
+    sequence_hashes: msgspec.Raw  # 64-bit integers
     new_isl_tokens: NonNegative = 0
 
     def __post_init__(self) -> None:

@@ -108,7 +108,7 @@ class Selector:
             call_later=call_later,
             claimed=self.reservations.claimed if settings.dialect.claims_ids else None,
         )
-        self.watch: ChoiceWatch | None = None  # set while a page is open
+        self.watch: ChoiceWatch | None = None  # set while a page asks for choices
         self.pairs: dict[str, int] = {}  # requests that asked for a pair, by reason
 
     def terms_of(self, model_name: str) -> CostTerms:

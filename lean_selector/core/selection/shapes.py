@@ -260,7 +260,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice as the web page shows it, with the chosen rank and the cheapest candidates."""
 
     at: float  # monotonic seconds
-    number: int  # counts all choices since a page was opened; only a sample of them is sent
+    number: int  # counts all choices since they are collected; only a sample of them is sent
     model_name: str
     tenant_id: str
     worker_id: int

@@ -1,4 +1,4 @@
-"""Recent choices and their reasons, collected only while the web page (`api/ui.py`) is open.
+"""Recent choices and their reasons, collected only while the web page (`api/ui.py`) asks.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
 explained. `ChoiceWatch.hits` includes all choices. For each `Run` of the index (a sequence of
