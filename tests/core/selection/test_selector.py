@@ -338,6 +338,23 @@ def test_overlap_is_looked_up_again_after_a_long_wait(
     assert driven.loads()["default", "default"][1, 0] == (12 - gpu, 3, 1)
 
 
+def test_what_a_rank_held_is_not_taken_for_that_of_a_rank_that_has_its_bit_now() -> None:
+    driven = DrivenSelector(queue_threshold=16.0)
+    for worker_id in (1, 2):
+        driven.register(worker_id)
+    fill(driven, 1, 2)
+    partition = driven.partition
+    store_blocks(partition.index, (1, 0), Tier.DEVICE, None, [91, 92], pack([1, 2]))
+    bit = partition.slots.ranks[1, 0].bit
+    assert isinstance(driven.book("r", hashes=[1, 2, 3], isl_tokens=12), Waiting)
+    driven.remove(1)
+    driven.register(3)
+    assert partition.slots.ranks[3, 0].bit == bit
+    outcome = driven.answers["r"]
+    assert isinstance(outcome, Placement)
+    assert (outcome.worker_id, outcome.overlap.gpu) == (3, 0)
+
+
 # -- ids (D4) --------------------------------------------------------------------------------------
 
 
