@@ -210,7 +210,7 @@ class ModelRequest:
         raw = self.fields.get("n")
         if raw is None:
             return 1
-        given = bytes(raw)
+        given = bytes(raw).strip(b'"').partition(b".")[0]  # vLLM takes 2.0 and "2", too
         return max(1, int(given)) if given.isdigit() and len(given) < 6 else 1
 
     @property

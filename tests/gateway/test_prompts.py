@@ -432,10 +432,11 @@ async def test_another_make_and_a_prompt_that_is_to_be_echoed_are_not_asked_for_
         assert (routed.body is body, routed.additions.change_answer) == (not asks, asks)
 
 
+@pytest.mark.parametrize("several", [2, 2.0, "2"])  # as vLLM takes them
 @on_loop
-async def test_of_several_answers_only_the_prompt_is_learned() -> None:
+async def test_of_several_answers_only_the_prompt_is_learned(several: object) -> None:
     async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, _):
-        routed = await of(prompts, CHAT, chat(n=2))
+        routed = await of(prompts, CHAT, chat(n=several))
         prompt = chat_tokens({"messages": MESSAGES})
         output = tokens_of(" a b c d e f g h")
         answered(routed, [whole_answer(prompt, "", output, asked=True)])
