@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -133,6 +133,37 @@ async def test_what_is_on_disk_already_is_not_written_again(tmp_path: Path) -> N
     await until(lambda: kept.answered == ["first"], "it is answered")
     assert len(kept.disk.written) == 1
     await kept.persister.close()
+
+
+@on_loop
+async def test_a_slice_ends_at_any_reservation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of long prompts take long: each of them may be the last of its slice."""
+    kept = await at_rest(tmp_path)
+    monkeypatch.setattr(state_persister, "SLICE_S", 0.0)
+    for number in range(9):
+        kept.book(f"r{number}")
+    file, turns, made = kept.persister.files[1], 0, list[int]()
+    parts = file.parts
+
+    def watched(now: float) -> Iterator[bytes]:
+        for part in parts(now):
+            made.append(turns)
+            yield part
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    file.parts = watched
+    counting = asyncio.ensure_future(others())
+    await kept.persister.close()
+    counting.cancel()
+    assert len(made) > 9
+    assert len(set(made)) == len(made)
 
 
 @on_loop
