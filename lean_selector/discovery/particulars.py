@@ -112,6 +112,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     routing_group: str | None = None
     kv_events_endpoints: ByRank | None = None
     replay_endpoints: ByRank | None = None
+    router_hint_source_control_endpoints: ByRank | None = None
     taints: frozenset[str] | None = None
     topology_domains: dict[str, str] | None = None
     events_port: int | None = None

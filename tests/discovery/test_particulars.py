@@ -15,6 +15,7 @@ from lean_selector.discovery.particulars import (
     target_of,
     worker_id_of,
 )
+from lean_selector.wire.selection_bodies import WorkerRequest
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,12 @@ def test_ports_of_events_need_an_endpoint_that_has_a_host() -> None:
     entry = Particulars(endpoint="worker one", events_port=5557)
     with pytest.raises(ValueError, match="events_port"):
         spec_of(1, entry, None, Particulars())
+
+
+def test_a_discovery_may_have_any_field_of_a_registration() -> None:
+    hints = {"router_hint_worker_type": "a", "router_hint_source_control_endpoints": {0: "tcp://w"}}
+    spec = spec_of(
+        1, msgspec.convert({"endpoint": "http://w", **hints}, Particulars), None, Particulars()
+    )
+    assert {name: getattr(spec, name) for name in hints} == hints
+    assert {*WorkerRequest.__struct_fields__} <= {*Particulars.__struct_fields__}
