@@ -118,16 +118,19 @@ def _halved(wide: bytes) -> bytes | None:
 
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
-    """Pack a JSON list of 64-bit integers, 8 bytes each; fast if they are signed, as documented.
-    Raises msgspec.ValidationError, which names `field`, for any other text."""
-    read = packed_signed(bytes(raw))
+    """Pack a JSON list of 64-bit integers, 8 bytes each; fast if all are signed, as documented, or
+    all unsigned. Raises msgspec.ValidationError, which names `field`, for any other text."""
+    text = bytes(raw)
+    read = packed_signed(text)
+    if read is None and _parse is not None:
+        read = _packed(text, "u")
     if read is not None:
         return read
     try:
         hashes = _decode_integers(raw)
     except msgspec.DecodeError as error:
-        text, path, rest = str(error).partition(" - at `$")
-        raise msgspec.ValidationError(f"{text} - at `$.{field}{rest if path else '`'}") from None
+        fault, path, rest = str(error).partition(" - at `$")
+        raise msgspec.ValidationError(f"{fault} - at `$.{field}{rest if path else '`'}") from None
     return hashes_from_integers(field, hashes)
 
 

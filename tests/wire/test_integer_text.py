@@ -9,6 +9,7 @@ from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.wire.scalars import (
     KEPT_BYTES,
     allowed_workers,
+    hashes_from_json,
     packed_by_msgspec,
     packed_signed,
     packed_u32,
@@ -33,6 +34,9 @@ def check(text: bytes) -> None:
     signed, tokens = plainly(text, I64_MIN, I64_MAX, 8), plainly(text, 0, U32_MAX, 4)
     assert packed_signed(text) == packed_by_msgspec(text, "q") == signed
     assert packed_u32(text) == packed_by_msgspec(text, "I") == tokens
+    hashes = signed or plainly(text, 0, U64_MAX, 8)
+    if hashes is not None:
+        assert hashes_from_json("f", msgspec.Raw(text)) == hashes
 
 
 edges = st.sampled_from(
