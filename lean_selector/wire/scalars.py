@@ -142,6 +142,8 @@ def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
         if min(hashes) < -(2**63) or max(hashes) > U64_MAX:
             text = f"Expected `int` of 64 bits - at `$.{field}`"
             raise msgspec.ValidationError(text) from None
+    if min(hashes) >= 0:
+        return packer(len(hashes), "Q")(*hashes)
     # A loop in C, because a comprehension over 8 MiB of small hashes would take a second.
     return struct.pack(f"<{len(hashes)}Q", *map(U64_MAX.__and__, hashes))
 
