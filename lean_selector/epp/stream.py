@@ -75,7 +75,7 @@ class ExtProcStream:
     def __init__(self, picker: Picker, channel: Channel, credential: bytes | None = None) -> None:
         """`credential`: that of the data plane."""
         self.phase = Phase.BEGUN
-        self.held_bytes = 0  # of the body
+        self.held_bytes = 0  # of the body, then of what is read of the response
         self._channel = channel
         self._picker = picker
         self._credential = credential
@@ -198,13 +198,15 @@ class ExtProcStream:
 
     def _keep(self, body: bytes) -> None:
         self._body.append(body)
-        self.held_bytes += len(body)
-        self._picker.held_bytes += len(body)
+        self._hold(self.held_bytes + len(body))
 
     def _drop_body(self) -> None:
         self._body = []
-        self._picker.held_bytes -= self.held_bytes
-        self.held_bytes = 0
+        self._hold(0)
+
+    def _hold(self, size: int) -> None:
+        self._picker.held_bytes += size - self.held_bytes
+        self.held_bytes = size
 
     def _choose(self, answers: int, body: bytes | None) -> None:
         """Finds a worker, whose name is in the response to the message of kind `answers`. `body` is
@@ -315,6 +317,11 @@ class ExtProcStream:
         text, reader = body, self._reader
         if reader is not None:
             text = reader.feed(body) + (reader.end() if is_last else b"")
+            self._hold(reader.held_bytes)
+            if self._picker.is_full:
+                text += reader.rest()  # the rest of the response passes unread
+                self._reader = None
+                self._hold(0)
         if not self._has_begun and (bool(body) if reader is None else reader.has_token):
             self._begin()
         if self._modes[1] != messages.FULL_DUPLEX:
@@ -373,7 +380,7 @@ class ExtProcStream:
             self._end(OK if is_done else None)
 
     def _leave(self) -> None:
-        self.phase = Phase.OVER
+        self.phase, self._reader = Phase.OVER, None
         self._drop_body()
         self._picker.live.discard(self)
 
@@ -381,8 +388,8 @@ class ExtProcStream:
         """Ends the reservation, if there is one."""
         if self.phase is Phase.OVER:
             return
-        self._leave()
         choice, reader, cached = self._choice, self._reader, None
+        self._leave()
         if choice is None:
             return
         routed = choice.routed

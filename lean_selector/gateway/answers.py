@@ -151,13 +151,13 @@ class _Events:
         self._drops_usage = drops_usage
         self._has_begun = False  # an event has arrived
         self._is_typed = False  # these are events of /v1/messages or /v1/responses
-        self._pending = b""  # the beginning of an event
+        self.pending = b""  # the beginning of an event
         self._is_long = False  # this event is too long to be read
         self._after_cr = False  # the last event ended with CR, so that its LF may follow
         self._dropped = False  # the last event was not passed on
 
     def feed(self, text: bytes) -> bytes:
-        pending, ids = self._pending, self._ids
+        pending, ids = self.pending, self._ids
         is_one = False
         if not pending and text.endswith(b"\n\n") and not self._after_cr:
             if ids is not None:
@@ -195,12 +195,12 @@ class _Events:
         elif rest and not self._has_begun:
             rest = b"".join((*kept, rest))
             kept.clear()
-        self._pending = rest
+        self.pending = rest
         return b"".join(kept)
 
     def rest(self) -> bytes:
         """Reads an event whose blank line is missing, and returns the bytes not yet returned."""
-        pending, self._pending = self._pending, b""
+        pending, self.pending = self.pending, b""
         if pending and not self._is_long:
             if self._ids is not None:
                 pending = self._ids.read(pending)
@@ -309,6 +309,7 @@ class _Ids:
         self.strips = strips
         self.prompt: bytes | None = None
         self.output: list[bytes] = []
+        self.size = 0  # bytes of the prompt and the output
 
     def read(self, text: bytes) -> bytes:
         """Reads the lists in a text, which are whole, and returns what the client gets of it."""
@@ -331,6 +332,9 @@ class _Ids:
             self.output += [ids] if ids else []
         elif self.prompt is None:
             self.prompt = ids
+        else:
+            return
+        self.size += len(ids)
 
 
 class AnswerReader:
@@ -351,6 +355,12 @@ class AnswerReader:
     def has_token(self) -> bool:
         """Whether a part of the output has arrived."""
         return self._events is None or self._events.has_token
+
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes of the answer are kept, in part or whole."""
+        kept = self._whole if self._events is None else self._events.pending
+        return len(kept or b"") + (0 if self._ids is None else self._ids.size)
 
     def be_strict(self) -> None:
         """Makes `has_token` and `error` judge a stream of a decode worker: its first event may tell

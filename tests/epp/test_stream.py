@@ -384,6 +384,21 @@ async def test_bodies_do_not_wait_where_too_much_is_held() -> None:
 
 
 @on_loop
+async def test_responses_are_not_read_where_too_much_is_held() -> None:
+    driver = in_state(Phase.SENT)
+    driver.response()
+    event = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
+    driver.answer(event + event[:9])
+    assert driver.picker.held_bytes == 9
+    driver.picker.is_full = True
+    driver.answer(event[9:20])
+    assert driver.picker.held_bytes == 0
+    driver.answer(event[20:], is_last=True)
+    assert driver.passed("response_body") == (event + event, [False, False, True])
+    assert driver.use.told == ["first token", "ended ok"]
+
+
+@on_loop
 async def test_a_refusal_answers_the_client_and_ends_the_stream() -> None:
     driver = Driver()
     driver.answers_at_once = Refused(503, 'no "worker"', "no_worker")
