@@ -298,6 +298,7 @@ def _is_failure(event: AnswerEvent, kind: bytes) -> bool:
 
 _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*+:\s*+\[([^\]]*+)\]')
 _PROMPT_NAME: Final = b'"prompt_token_ids":'
+_NAMES: Final = (b'"token_ids"', b'"prompt_token_ids"')
 # A whole list behind its name: the bracket comes first, since it is found faster.
 _LIST: Final = re.compile(rb'\[(?:(?<="token_ids":\[)|(?<="prompt_token_ids":\[))([^\]]*+)\]')
 
@@ -337,6 +338,17 @@ class _Ids:
         self.size += len(ids)
 
 
+def _before_ids(text: bytearray, start: int) -> int:
+    """Return where the first name of a list of ids begins, or may begin, at or after `start`."""
+    at = text.find(_NAMES[0][1:], start)
+    end = len(text) if at < 0 else at
+    begin = text.rfind(b'"', start, end)
+    if begin < 0:
+        return end
+    tail = bytes(text[begin : begin + len(_NAMES[1])])
+    return begin if at >= 0 or any(name.startswith(tail) for name in _NAMES) else end
+
+
 class AnswerReader:
     """Reads the body of an engine's answer, which has status 200, while it is relayed. `feed` takes
     pieces of it, cut anywhere; after the last, call `end`, or `rest` if it may be incomplete."""
@@ -348,8 +360,10 @@ class AnswerReader:
         self._strips = added.strips
         self._ids = _Ids(added.strips) if added.strips or added.on_ids is not None else None
         self._events = _Events(self.usage, self._ids, added.drops_usage) if streams else None
-        # An answer that is not a stream, so far; None if it is too long, or over.
+        # An answer that is not a stream, so far, and how much of it the client has, if lists are
+        # stripped; None if it is too long, or over.
         self._whole: bytearray | None = None if streams else bytearray()
+        self._sent = 0
 
     @property
     def has_token(self) -> bool:
@@ -388,8 +402,11 @@ class AnswerReader:
         self._whole += data
         if len(self._whole) > _MOST_READ_BYTES:
             whole, self._whole = self._whole, None
-            return bytes(whole) if self._strips else data
-        return b"" if self._strips else data
+            return bytes(whole[self._sent :]) if self._strips else data
+        if not self._strips:
+            return data
+        begun, self._sent = self._sent, _before_ids(self._whole, self._sent)
+        return bytes(self._whole[begun : self._sent])
 
     def rest(self) -> bytes:
         """Reads what is left when the answer ends, and returns the bytes not yet returned."""
@@ -400,7 +417,9 @@ class AnswerReader:
         text, self._whole = bytes(self._whole), None
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             self.usage.add(bytes(_read_holder(text).usage))
-        left = text if self._ids is None else self._ids.read(text)
+        left = text[self._sent :]
+        if self._ids is not None:
+            left = self._ids.read(left)
         return left if self._strips else b""
 
     def end(self) -> bytes:

@@ -91,6 +91,16 @@ def test_every_event_is_sent_on_at_once(end: bytes) -> None:
         assert sent == (b"", plain.replace(b"\n", end))
 
 
+def test_of_a_whole_answer_all_is_sent_at_once_up_to_its_first_ids() -> None:
+    reader = reader_of(False, Learned(), strips=True)
+    assert reader.feed(b'{"choices":[{"text":"token ids') == b'{"choices":[{"text":"token ids'
+    assert reader.feed(b' a","prompt_tok') == b' a",'
+    assert reader.feed(b'ens":1,"') == b'"prompt_tokens":1,'
+    assert reader.feed(b'token_ids":[1') == b""
+    assert reader.feed(b'],"text":"b"}]}') == b""
+    assert reader.end() == b'"token_ids":null,"text":"b"}]}'
+
+
 def test_an_answer_with_blanks_in_its_json_is_read_too() -> None:
     told = b'{"prompt_token_ids": [1, 2], "choices": [{"token_ids" : [ 3 ]}]}'
     for at in range(len(told)):
