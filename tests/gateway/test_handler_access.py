@@ -6,6 +6,7 @@ import pytest
 
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import OpenAiWorker
+from tests.support.running_service import wait_until
 
 READ, WRITE = "r-0123456789", "w-0123456789"
 TEXT = "Tell me of the sea. " * 20
@@ -24,6 +25,7 @@ def gateway(
     path = tmp_path_factory.mktemp("access") / "tokens"
     path.write_text(f"read {READ}\nwrite {WRITE}\n")
     with RunningGateway(worker.url, "--auth-token-file", str(path)) as running:
+        wait_until(lambda: running.ask("GET", "/ready").status == 200, "the worker is known")
         yield running
 
 
